@@ -1,0 +1,1 @@
+"""Moves a request's state between ranks; knows no model."""

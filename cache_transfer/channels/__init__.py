@@ -1,0 +1,1 @@
+"""Data paths, one per file."""

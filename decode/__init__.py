@@ -1,0 +1,1 @@
+"""The decode half: loads a prompt's state and continues it."""

@@ -1,0 +1,1 @@
+"""Starts and places the processes of a deployment."""

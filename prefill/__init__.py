@@ -1,0 +1,1 @@
+"""The prefill half: computes prompts and serves their state."""

@@ -1,0 +1,1 @@
+"""The front door: OpenAI HTTP in, worker Sessions out; no torch, no Ray."""

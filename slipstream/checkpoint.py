@@ -1,0 +1,216 @@
+"""What a checkpoint folder declares (config.json and its neighbours); knows no tensor and no tokenizer."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import CheckpointError
+from slipstream.types import AttentionLayer, LayerSpec, LinearLayer
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary embedding of the language model."""
+
+    theta: float
+    rotary_size: int
+    """Leading channels of a head that are rotated; the rest passes through."""
+    mrope_section: tuple[int, int, int] | None
+    """Frequency pairs driven by t, h, w; None: one-dimensional positions."""
+    mrope_interleaved: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionConfig:
+    """The vision tower (Qwen3-VL and Qwen3.5)."""
+
+    depth: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    patch_size: int
+    temporal_patch_size: int
+    merge_size: int
+    out_hidden_size: int
+    num_position_embeddings: int
+    in_channels: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageConfig:
+    """Image preprocessing (preprocessor_config.json)."""
+
+    min_pixels: int
+    max_pixels: int
+    patch_size: int
+    merge_size: int
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+
+    @property
+    def factor(self) -> int:
+        """Pixels per merged patch: both sides of a resized image are multiples of it."""
+        return self.patch_size * self.merge_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """Everything that config.json, generation_config.json and preprocessor_config.json say and that we use."""
+
+    path: Path
+    architecture: str
+    dtype: str
+    """Of the weights on disk: `float32`, `bfloat16` or `float16`."""
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    layers: tuple[LayerSpec, ...]
+    tie_embeddings: bool
+    attention_bias: bool
+    max_context: int
+    eos_token_ids: frozenset[int]
+    vision: VisionConfig | None
+    image: ImageConfig | None
+    image_token_id: int | None
+    video_token_id: int | None
+    vision_start_token_id: int | None
+    vision_end_token_id: int | None
+
+    @property
+    def has_linear_layers(self) -> bool:
+        """True for hybrid models: a sequence then owns a state slot beside its blocks."""
+        return any(isinstance(layer, LinearLayer) for layer in self.layers)
+
+
+def read(path: Path) -> Checkpoint:
+    """Parse a checkpoint folder. Raises CheckpointError naming the file and key that is missing or wrong."""
+    config = _json(path / "config.json", required=True)
+    text = config.get("text_config") or config
+    architecture = (config.get("architectures") or [""])[0]
+    if not architecture:
+        raise CheckpointError(f"{path / 'config.json'}: `architectures` is missing")
+
+    def need(section: dict[str, Any], key: str) -> Any:
+        if section.get(key) is None:
+            raise CheckpointError(f"{path / 'config.json'}: `{key}` is missing")
+        return section[key]
+
+    heads = int(need(text, "num_attention_heads"))
+    hidden = int(need(text, "hidden_size"))
+    head_size = int(text.get("head_dim") or hidden // heads)
+    vision = _vision(config.get("vision_config"))
+    generation = _json(path / "generation_config.json")
+    eos = generation.get("eos_token_id", text.get("eos_token_id", config.get("eos_token_id")))
+    eos_ids = frozenset(int(i) for i in (eos if isinstance(eos, list) else [eos]) if i is not None)
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype") or "bfloat16")
+    return Checkpoint(
+        path=path,
+        architecture=architecture,
+        dtype=dtype,
+        vocab_size=int(need(text, "vocab_size")),
+        hidden_size=hidden,
+        intermediate_size=int(need(text, "intermediate_size")),
+        num_heads=heads,
+        rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
+        rope=_rope(text, head_size, path),
+        layers=_layers(text, heads, head_size),
+        tie_embeddings=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
+        attention_bias=bool(text.get("attention_bias", False)),
+        max_context=int(text.get("max_position_embeddings", 32768)),
+        eos_token_ids=eos_ids,
+        vision=vision,
+        image=_image(path, vision),
+        image_token_id=config.get("image_token_id") if vision else None,
+        video_token_id=config.get("video_token_id") if vision else None,
+        vision_start_token_id=config.get("vision_start_token_id") if vision else None,
+        vision_end_token_id=config.get("vision_end_token_id") if vision else None,
+    )
+
+
+def _json(path: Path, required: bool = False) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        if required:
+            raise CheckpointError(f"{path} does not exist; give model.path a checkpoint folder with a config.json") from error
+        return {}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path} does not hold a JSON object")
+    return data
+
+
+def _rope(text: dict[str, Any], head_size: int, path: Path) -> RopeConfig:
+    """Both spellings: `rope_parameters`, and top-level `rope_theta` with `rope_scaling`."""
+    rope = {**(text.get("rope_scaling") or {}), **(text.get("rope_parameters") or {})}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "mrope"):
+        raise CheckpointError(f"{path / 'config.json'}: rope type {kind!r} is not supported; known: default, mrope")
+    theta = rope.get("rope_theta", text.get("rope_theta", 10000.0))
+    fraction = float(rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 1.0)))
+    section = rope.get("mrope_section")
+    rotary = int(head_size * fraction)
+    if section is not None and sum(section) != rotary // 2:
+        raise CheckpointError(f"{path / 'config.json'}: mrope_section {section} must add up to {rotary // 2}, half of the "
+                              f"{rotary} rotated channels")
+    return RopeConfig(
+        theta=float(theta), rotary_size=rotary,
+        mrope_section=(int(section[0]), int(section[1]), int(section[2])) if section is not None else None,
+        mrope_interleaved=bool(rope.get("mrope_interleaved", False)),
+    )
+
+
+def _layers(text: dict[str, Any], heads: int, head_size: int) -> tuple[LayerSpec, ...]:
+    count = int(text["num_hidden_layers"])
+    kinds = text.get("layer_types")
+    if kinds is None:
+        interval = text.get("full_attention_interval") if text.get("linear_num_key_heads") else None
+        kinds = ["linear_attention" if interval and (i + 1) % interval else "full_attention" for i in range(count)]
+    if len(kinds) != count:
+        raise CheckpointError(f"config.json: layer_types names {len(kinds)} layers, num_hidden_layers says {count}")
+    layers: list[LayerSpec] = []
+    for i, kind in enumerate(kinds):
+        if kind == "full_attention":
+            layers.append(AttentionLayer(name=f"layers.{i}", kv_heads=int(text.get("num_key_value_heads") or heads),
+                                         head_size=head_size))
+        elif kind == "linear_attention":
+            layers.append(LinearLayer(
+                name=f"layers.{i}", key_heads=int(text["linear_num_key_heads"]),
+                value_heads=int(text["linear_num_value_heads"]), key_head_size=int(text["linear_key_head_dim"]),
+                value_head_size=int(text["linear_value_head_dim"]),
+                conv_width=int(text["linear_conv_kernel_dim"])))
+        else:
+            raise CheckpointError(f"config.json: layer {i} is of type {kind!r}; known: full_attention, linear_attention")
+    return tuple(layers)
+
+
+def _vision(config: dict[str, Any] | None) -> VisionConfig | None:
+    if not config:
+        return None
+    return VisionConfig(
+        depth=int(config["depth"]), hidden_size=int(config["hidden_size"]), intermediate_size=int(config["intermediate_size"]),
+        num_heads=int(config["num_heads"]), patch_size=int(config["patch_size"]),
+        temporal_patch_size=int(config.get("temporal_patch_size", 2)), merge_size=int(config.get("spatial_merge_size", 2)),
+        out_hidden_size=int(config["out_hidden_size"]), num_position_embeddings=int(config["num_position_embeddings"]),
+        in_channels=int(config.get("in_channels", 3)))
+
+
+def _image(path: Path, vision: VisionConfig | None) -> ImageConfig | None:
+    if vision is None:
+        return None
+    processor = _json(path / "preprocessor_config.json")
+    size = processor.get("size") or {}
+    mean, std = processor.get("image_mean", [0.5] * 3), processor.get("image_std", [0.5] * 3)
+    return ImageConfig(
+        min_pixels=int(size.get("shortest_edge", processor.get("min_pixels", 65536))),
+        max_pixels=int(size.get("longest_edge", processor.get("max_pixels", 16777216))),
+        patch_size=int(processor.get("patch_size", vision.patch_size)),
+        merge_size=int(processor.get("merge_size", vision.merge_size)),
+        mean=(float(mean[0]), float(mean[1]), float(mean[2])), std=(float(std[0]), float(std[1]), float(std[2])))

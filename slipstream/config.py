@@ -1,0 +1,261 @@
+"""The only reader of configuration files and of the environment: TOML plus `a.b=c` overrides into frozen dataclasses."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import ConfigError
+from slipstream.types import Role
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """[model]: which checkpoint is served, and as what."""
+
+    path: str = "demo"
+    """A checkpoint folder, or `demo` for the checkpoint that ships inside the product."""
+    served_name: str = ""
+    """The name that clients use; empty: the folder's name."""
+    dtype: str = "auto"
+    """`float32`, `bfloat16`, or `auto`: float32 on CPU, the checkpoint's own on a GPU."""
+    device: str = "auto"
+    """`cpu`, `cuda` (also names ROCm devices), or `auto`: a GPU if torch sees one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """[engine]: the memory and the step size of each rank; a pool may override each of them."""
+
+    block_size: int = 16
+    """Tokens per KV block; must be equal on both sides."""
+    kv_cache_tokens: int = 65536
+    """Tokens of KV that a replica holds, over all sequences."""
+    max_running: int = 64
+    """Sequences in one step; also the number of recurrent-state slots."""
+    max_batch_tokens: int = 1024
+    """Token budget of one step: decode tokens first, then prefill chunks."""
+    prefill_chunk_tokens: int = 0
+    """Longest piece of one prompt in one step; 0: only the token budget limits it."""
+    max_context: int = 0
+    """Longest prompt plus output; 0: the checkpoint's own limit."""
+    threads: int = 1
+    """Torch threads of a CPU rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolConfig:
+    """[pools.NAME]: replicas of one role. At least one pool of each role is needed."""
+
+    role: Role
+    replicas: int = 1
+    cpus: float = 1.0
+    """Ray CPUs that each replica reserves."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Environment of the worker processes, set before they import anything."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferConfig:
+    """[transfer]: the cache-store channel between prefill and decode."""
+
+    channel: str = "grpc"
+    lease_seconds: float = 30.0
+    """How long prefill keeps a finished prompt that no decode replica has taken."""
+    parked_fraction: float = 0.25
+    """Share of prefill's blocks that prompts without a ready destination may hold."""
+    frame_bytes: int = 1 << 20
+    """Payload of one data frame."""
+    connect_seconds: float = 5.0
+    """Longest wait for a peer's Hello."""
+    image_store_bytes: int = 256 << 20
+    """Pixels that a prefill replica keeps for requests to come."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """[router]: the front door and its limits."""
+
+    replicas: int = 1
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0: any free port."""
+    cpus: float = 0.5
+    max_body_bytes: int = 64 << 20
+    max_images: int = 16
+    """Per request."""
+    max_image_pixels: int = 64_000_000
+    """Per image, read from its header before anything is decoded."""
+    max_in_flight: int = 512
+    """Requests that this router has admitted and not ended; the next one gets 429."""
+    request_timeout_seconds: float = 600.0
+    """Deadline of a request that names none."""
+    unread_bytes: int = 1 << 20
+    """Output that a slow client may leave unread before its request is cancelled."""
+    drain_seconds: float = 30.0
+    """How long running requests may go on after a stop was asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayConfig:
+    """[ray]: where processes are placed."""
+
+    address: str = ""
+    """An existing cluster, or empty: start one on this machine and end it with the deployment."""
+    cpus: float = 0.0
+    """CPUs that a cluster started here offers; 0: as many as the deployment asks for."""
+    start_seconds: float = 300.0
+    """Longest wait for every process to be ready."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The whole of a deployment's configuration file."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    pools: dict[str, PoolConfig] = field(
+        default_factory=lambda: {"prefill": PoolConfig(role=Role.PREFILL), "decode": PoolConfig(role=Role.DECODE)}
+    )
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
+
+
+def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
+    """Read a TOML file and apply `section.key=value` overrides (values are TOML; a bare word is a string).
+
+    Raises ConfigError naming the file and key; an unknown key comes with the closest known one.
+    """
+    data: dict[str, Any] = {}
+    where = "the overrides"
+    if path is not None:
+        where = str(path)
+        try:
+            data = tomllib.loads(path.read_text())
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    for override in overrides:
+        _apply(data, override)
+    config: Config = _build(Config, data, "", where)
+    _check(config)
+    return config
+
+
+def from_dict(data: Mapping[str, Any]) -> Config:
+    """The inverse of `to_dict`, with the same checks as `load`."""
+    config: Config = _build(Config, data, "", "the configuration")
+    _check(config)
+    return config
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """Plain JSON-able values: how a supervisor hands the configuration to the processes it starts."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Role):
+            return value.value
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        return value
+
+    result: dict[str, Any] = plain(dataclasses.asdict(config))
+    return result
+
+
+def _apply(data: dict[str, Any], override: str) -> None:
+    path, separator, text = override.partition("=")
+    if not separator or not path:
+        raise ConfigError(f"--set {override}: write it as section.key=value, for example engine.block_size=32")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *sections, key = path.split(".")
+    for section in sections:
+        data = data.setdefault(section, {})
+        if not isinstance(data, dict):
+            raise ConfigError(f"--set {override}: {section} is a value, not a section")
+    data[key] = value
+
+
+def _build(kind: Any, data: Any, path: str, where: str) -> Any:
+    """`data` as an instance of the dataclass or type `kind`, or a ConfigError that names `path`."""
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        if not isinstance(data, Mapping):
+            raise ConfigError(f"{path} in {where} must be a section, not {data!r}", field=path)
+        hints = typing.get_type_hints(kind)
+        names = {f.name for f in dataclasses.fields(kind)}
+        for key in data:
+            if key not in names:
+                near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+                hint = f"did you mean {_join(path, near[0])}?" if near else f"known keys: {', '.join(sorted(names))}"
+                raise ConfigError(f"unknown key {_join(path, key)} in {where}; {hint}", field=_join(path, key))
+        values = {key: _build(hints[key], value, _join(path, key), where) for key, value in data.items()}
+        required = [f.name for f in dataclasses.fields(kind)
+                    if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING]
+        for name in required:
+            if name not in values:
+                raise ConfigError(f"{_join(path, name)} is missing in {where}", field=_join(path, name))
+        return kind(**values)
+    origin = typing.get_origin(kind)
+    if origin is dict:
+        if not isinstance(data, Mapping):
+            raise ConfigError(f"{path} in {where} must be a section, not {data!r}", field=path)
+        _, item = typing.get_args(kind)
+        return {key: _build(item, value, _join(path, key), where) for key, value in data.items()}
+    assert not isinstance(kind, types.UnionType), "no field of Config is a union"
+    return _scalar(kind, data, path, where)
+
+
+def _scalar(kind: Any, data: Any, path: str, where: str) -> Any:
+    if kind is Role:
+        known = [role.value for role in Role]
+        if data not in known:
+            raise ConfigError(f"{path} in {where} must be one of {', '.join(known)}, not {data!r}", field=path)
+        return Role(data)
+    if kind is float and isinstance(data, int) and not isinstance(data, bool):
+        return float(data)
+    if not isinstance(data, kind) or (kind is not bool and isinstance(data, bool)):
+        raise ConfigError(f"{path} in {where} must be a {kind.__name__}, not {data!r}", field=path)
+    return data
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _check(config: Config) -> None:
+    """Ranges that a type cannot say."""
+    for role in Role:
+        if not any(pool.role is role and pool.replicas > 0 for pool in config.pools.values()):
+            raise ConfigError(f"no pool has role {role.value}; add one: [pools.{role.value}] role = \"{role.value}\"",
+                              field="pools")
+    engine = config.engine
+    positive = {
+        "engine.block_size": engine.block_size, "engine.kv_cache_tokens": engine.kv_cache_tokens,
+        "engine.max_running": engine.max_running, "engine.max_batch_tokens": engine.max_batch_tokens,
+        "engine.threads": engine.threads, "transfer.frame_bytes": config.transfer.frame_bytes,
+        "router.max_in_flight": config.router.max_in_flight,
+    }
+    for name, value in positive.items():
+        if value <= 0:
+            raise ConfigError(f"{name} must be at least 1, not {value}", field=name)
+    if engine.max_running > engine.max_batch_tokens:
+        raise ConfigError(f"engine.max_running ({engine.max_running}) must not exceed engine.max_batch_tokens "
+                          f"({engine.max_batch_tokens}): every running sequence decodes one token a step",
+                          field="engine.max_running")
+    if not 0 < config.transfer.parked_fraction <= 1:
+        raise ConfigError(f"transfer.parked_fraction must be in (0, 1], not {config.transfer.parked_fraction}",
+                          field="transfer.parked_fraction")
+    if not 0 <= config.router.port < 65536:
+        raise ConfigError(f"router.port must be 0 to 65535, not {config.router.port}", field="router.port")

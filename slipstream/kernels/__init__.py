@@ -1,0 +1,1 @@
+"""Operations on tensors, chosen once at start; knows no layer."""

@@ -1,0 +1,61 @@
+"""What one forward pass works on: the ragged batch and the per-layer caches; knows no sequence and no scheduler.
+
+Shape legend: T tokens of the step, S sequences, B longest block table, N blocks of the pool, P tokens per block,
+H KV heads, D head size, Z state slots, C conv channels, W conv width, V value heads, K/E key/value head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardBatch:
+    """Ragged batch: the tokens of S sequences one after the other; a decode step is a sequence with one token."""
+
+    token_ids: Tensor
+    """[T] int64."""
+    positions: Tensor
+    """[T, 3] int32: t, h, w."""
+    query_lens: tuple[int, ...]
+    """[S] tokens of each sequence in this step, each at least 1."""
+    context_lens: tuple[int, ...]
+    """[S] tokens of each sequence that the caches already hold."""
+    block_tables: Tensor
+    """[S, B] int32, padded with 0; covers context + query."""
+    slot_mapping: Tensor
+    """[T] int64: block * P + offset, where each token's keys and values go."""
+    state_slots: Tensor
+    """[S] int64 into the state pools (any value for a model without recurrent state)."""
+    logit_rows: Tensor
+    """[R] int64 rows of T whose logits are wanted."""
+    visual_rows: Tensor | None = None
+    """[M] int64 rows of T that take an image embedding instead of the token's."""
+    visual_embeds: Tensor | None = None
+    """[M, hidden] in the order of visual_rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCache:
+    """Paged keys and values of one attention layer. A sequence's rows belong to whoever owns its blocks."""
+
+    kv: Tensor
+    """[N, 2, P, H, D]: a block's keys and values are one contiguous range; a token's keys are [H, D] rows of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearCache:
+    """Conv and recurrent states of one Gated-DeltaNet layer, one slot per sequence.
+
+    A sequence whose context_len is 0 starts from zeros whatever the slot holds.
+    """
+
+    conv: Tensor
+    """[Z, C, W - 1] model dtype: the last raw (pre-convolution) columns, oldest first; channels are q | k | v."""
+    recurrent: Tensor
+    """[Z, V, K, E] float32."""
+
+
+LayerCache = AttentionCache | LinearCache

@@ -1,0 +1,1 @@
+"""Model definitions and their weights; knows neither scheduling nor transport."""

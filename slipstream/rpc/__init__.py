@@ -1,0 +1,1 @@
+"""gRPC channels, servers and conversions; knows no role."""

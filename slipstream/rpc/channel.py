@@ -1,0 +1,25 @@
+"""Client channels: one set of options for every gRPC connection between our processes."""
+
+from __future__ import annotations
+
+import grpc
+import grpc.aio
+
+KEEPALIVE_SECONDS = 10.0
+MAX_MESSAGE_BYTES = 64 << 20
+
+OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", int(KEEPALIVE_SECONDS * 1000)),
+    ("grpc.keepalive_timeout_ms", 5000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+def connect(address: str) -> grpc.aio.Channel:
+    """A lazy channel to `host:port` or `[v6]:port`; reconnects with a back-off of at most two seconds."""
+    return grpc.aio.insecure_channel(address, options=[*OPTIONS, ("grpc.max_reconnect_backoff_ms", 2000),
+                                                       ("grpc.use_local_subchannel_pool", 1)])

@@ -1,0 +1,46 @@
+"""gRPC servers: the same options everywhere, and the address that was really bound."""
+
+from __future__ import annotations
+
+import grpc
+import grpc.aio
+
+from slipstream.errors import ConfigError
+from slipstream.rpc.channel import KEEPALIVE_SECONDS, OPTIONS
+
+
+def new_server() -> grpc.aio.Server:
+    """A server without services; add them, then `listen`."""
+    return grpc.aio.server(options=[*OPTIONS, ("grpc.so_reuseport", 0),
+                                    ("grpc.http2.min_ping_interval_without_data_ms", int(KEEPALIVE_SECONDS * 500))])
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """`host:port` or `[v6]:port` as (host, port), brackets removed. Raises ConfigError for anything else."""
+    host, separator, port = address.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        separator = ""
+    if not separator or not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"{address!r} is not an address; write host:port, or [host]:port for IPv6")
+    return host, int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    """The inverse of `split_address`."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+async def listen(server: grpc.aio.Server, address: str) -> str:
+    """Bind (port 0: any free one), start, and return the address with the port that was bound.
+
+    Raises ConfigError naming the address when it is taken.
+    """
+    host, _ = split_address(address)
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise ConfigError(f"cannot listen on {address}: {error}; choose another port, or 0 for any free one") from error
+    await server.start()
+    return join_address(host, port)

@@ -1,0 +1,1 @@
+"""Generated internal stubs (scripts/proto); do not edit."""
