@@ -214,3 +214,12 @@ def _image(path: Path, vision: VisionConfig | None) -> ImageConfig | None:
         patch_size=int(processor.get("patch_size", vision.patch_size)),
         merge_size=int(processor.get("merge_size", vision.merge_size)),
         mean=(float(mean[0]), float(mean[1]), float(mean[2])), std=(float(std[0]), float(std[1]), float(std[2])))
+
+
+DEMO = Path(__file__).parent / "demo_model"
+"""The demo checkpoint that ships inside the product."""
+
+
+def resolve(path: str) -> Path:
+    """`model.path` of the configuration as a folder: `demo` names the checkpoint inside the product."""
+    return DEMO if path == "demo" else Path(path)
