@@ -1,0 +1,46 @@
+"""Allocates the per-layer caches of a replica; knows no sequence and no owner."""
+
+from __future__ import annotations
+
+import torch
+
+from slipstream.checkpoint import Checkpoint
+from slipstream.config import EngineConfig
+from slipstream.errors import ConfigError
+from slipstream.layers.batch import AttentionCache, LayerCache, LinearCache
+from slipstream.types import AttentionLayer
+
+
+def num_blocks(config: EngineConfig) -> int:
+    """Blocks of the pool. Raises ConfigError if not even one fits."""
+    blocks = config.kv_cache_tokens // config.block_size
+    if blocks < 1:
+        raise ConfigError(f"engine.kv_cache_tokens ({config.kv_cache_tokens}) must hold at least one block of "
+                          f"engine.block_size ({config.block_size}) tokens", field="engine.kv_cache_tokens")
+    return blocks
+
+
+def num_state_slots(checkpoint: Checkpoint, config: EngineConfig) -> int:
+    """Slots of the state pool: one per running sequence, 0 for a model without recurrent state."""
+    return config.max_running if checkpoint.has_linear_layers else 0
+
+
+def allocate(checkpoint: Checkpoint, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> tuple[LayerCache, ...]:
+    """One cache per layer in checkpoint order: `kv` [N, 2, P, H, D] and `conv` [Z, C, W - 1] in `dtype`, `recurrent`
+    [Z, V, K, E] in float32. Raises ConfigError if there is no memory for them."""
+    blocks, slots = num_blocks(config), num_state_slots(checkpoint, config)
+    caches: list[LayerCache] = []
+    try:
+        for layer in checkpoint.layers:
+            if isinstance(layer, AttentionLayer):
+                shape = (blocks, 2, config.block_size, layer.kv_heads, layer.head_size)
+                caches.append(AttentionCache(kv=torch.zeros(shape, dtype=dtype, device=device)))
+            else:
+                conv = (slots, sum(layer.conv_segments), layer.conv_width - 1)
+                recurrent = (slots, layer.value_heads, layer.key_head_size, layer.value_head_size)
+                caches.append(LinearCache(conv=torch.zeros(conv, dtype=dtype, device=device),
+                                          recurrent=torch.zeros(recurrent, dtype=torch.float32, device=device)))
+    except (RuntimeError, MemoryError) as error:
+        raise ConfigError(f"no memory for {config.kv_cache_tokens} tokens of KV and {slots} state slots ({error}); lower "
+                          "engine.kv_cache_tokens or engine.max_running", field="engine.kv_cache_tokens") from error
+    return tuple(caches)

@@ -1,0 +1,105 @@
+"""A prompt as the model needs it: positions, which rows are image rows, their embeddings. Knows no schedule and no cache.
+
+T prompt tokens, M image rows, H x W pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from slipstream import positions as mrope_rules
+from slipstream.checkpoint import Checkpoint
+from slipstream.engine.sequence import GenerationRequest
+from slipstream.errors import InvalidRequestError
+from slipstream.types import MropeState
+
+Pixels = NDArray[np.uint8]
+
+
+class Publisher(Protocol):
+    """Is told how far a prompt's state is. Called on the engine thread; must not block.
+
+    An exception that it raises fails its request and no other.
+    """
+
+    def begin(self) -> None:
+        """The scheduler reached the prompt: its destination may be asked to get ready."""
+
+    def allocated(self, blocks: tuple[int, ...], state_slot: int | None) -> None:
+        """The prompt's rows will lie in this block table and its recurrent states in this slot (None: it has none)."""
+
+    def layer_done(self, layer: int, num_tokens: int, last_chunk: bool) -> None:
+        """KV rows [0, num_tokens) of `layer` (an index into checkpoint.layers) are final; states are final iff `last_chunk`."""
+
+
+@dataclass(kw_only=True)
+class Prompt:
+    """What the engine keeps beside a sequence. Pixels, positions and embeddings go as soon as the prompt is computed."""
+
+    mrope: MropeState
+    tokens: NDArray[np.int64] | None = None
+    """[T]."""
+    positions: NDArray[np.int32] | None = None
+    """[T, 3] t, h, w."""
+    image_rows: NDArray[np.int64] | None = None
+    """[M] rows of T that take an image embedding, ascending."""
+    pixels: tuple[Pixels, ...] = ()
+    embeds: Tensor | None = None
+    """[M, hidden], made when the first image row is reached."""
+    publisher: Publisher | None = None
+
+    def image_range(self, start: int, count: int) -> tuple[int, int]:
+        """The image rows that lie in tokens [start, start + count): a range of M."""
+        if self.image_rows is None:
+            return 0, 0
+        first, last = np.searchsorted(self.image_rows, (start, start + count))
+        return int(first), int(last)
+
+    def drop_inputs(self) -> None:
+        """The prompt is in the caches: only its position state is needed from now on."""
+        self.tokens = self.positions = self.image_rows = self.embeds = None
+        self.pixels = ()
+
+
+def prepare(request: GenerationRequest, pixels: Sequence[Pixels], publisher: Publisher | None, checkpoint: Checkpoint,
+            sees: bool) -> Prompt:
+    """Check the images against the prompt and compute every position, once. `sees`: the model has a vision tower.
+
+    Raises InvalidRequestError naming what disagrees.
+    """
+    if (request.grids or pixels) and not (sees and checkpoint.vision):
+        raise InvalidRequestError("this model is text-only; send the request without images", field="messages")
+    tokens_T = np.asarray(request.tokens, dtype=np.int64)
+    if checkpoint.vision is None:
+        positions_T3 = np.repeat(np.arange(len(tokens_T), dtype=np.int32)[:, None], 3, axis=1)
+        last = len(tokens_T) - 1
+        return Prompt(mrope=MropeState(delta=0, last_position=(last, last, last)), tokens=tokens_T,
+                      positions=positions_T3, publisher=publisher)
+    vision = checkpoint.vision
+    _check_pixels(request, pixels, vision.patch_size)
+    positions_T3, delta = mrope_rules.mrope_positions(
+        request.tokens, request.grids, image_token_id=checkpoint.image_token_id, video_token_id=checkpoint.video_token_id,
+        merge_size=vision.merge_size)
+    t, h, w = (int(axis) for axis in positions_T3[-1])
+    return Prompt(mrope=MropeState(delta=delta, last_position=(t, h, w)), tokens=tokens_T, positions=positions_T3,
+                  image_rows=np.flatnonzero(tokens_T == checkpoint.image_token_id), pixels=tuple(pixels),
+                  publisher=publisher)
+
+
+def _check_pixels(request: GenerationRequest, pixels: Sequence[Pixels], patch: int) -> None:
+    if len(pixels) != len(request.grids):
+        raise InvalidRequestError(f"{len(request.grids)} image grids and {len(pixels)} images: send one image per grid",
+                                  field="messages")
+    for number, (image, grid) in enumerate(zip(pixels, request.grids, strict=True)):
+        if grid.t != 1:
+            raise InvalidRequestError(f"image {number} has {grid.t} frames: videos are not supported", field="messages")
+        expected = (grid.h * patch, grid.w * patch, 3)
+        if image.dtype != np.uint8 or image.shape != expected:
+            raise InvalidRequestError(f"image {number} is {image.dtype} {image.shape}; its grid {grid.h} x {grid.w} "
+                                      f"needs uint8 {expected}", field="messages")

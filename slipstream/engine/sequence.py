@@ -1,0 +1,140 @@
+"""A request's life in the engine: its states, its tokens, when it stops. Knows no pool, no tensor and no clock."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from slipstream.engine.ledger import Owner, OwnerKind
+from slipstream.errors import InternalError
+from slipstream.types import FinishReason, Grid, RequestId, SamplingParams, StopParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+    """What the engine is asked to generate."""
+
+    id: RequestId
+    tokens: tuple[int, ...]
+    """The prompt, image placeholders expanded."""
+    grids: tuple[Grid, ...] = ()
+    """One per image, in prompt order."""
+    sampling: SamplingParams
+    stop: StopParams
+
+
+class State(enum.Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = "waiting"
+    """Submitted; owns nothing."""
+    COMPUTING = "computing"
+    """Its prompt is being computed; it owns its blocks and slot."""
+    HANDED_OFF = "handed_off"
+    """The prompt is computed and the first token sampled; a transfer owns the blocks and slot until `release`."""
+    RESERVED = "reserved"
+    """Its prompt is computed elsewhere; a reservation owns the blocks and slot that the bytes land in."""
+    DECODING = "decoding"
+    """One token a step."""
+    ENDED = "ended"
+    """Owns nothing any more; the engine forgets it."""
+
+
+_NEXT: dict[State, frozenset[State]] = {
+    State.WAITING: frozenset({State.COMPUTING, State.RESERVED, State.ENDED}),
+    State.COMPUTING: frozenset({State.HANDED_OFF, State.DECODING, State.ENDED}),
+    State.HANDED_OFF: frozenset({State.ENDED}),
+    State.RESERVED: frozenset({State.DECODING, State.ENDED}),
+    State.DECODING: frozenset({State.ENDED}),
+    State.ENDED: frozenset(),
+}
+
+_OWNER: dict[State, OwnerKind] = {
+    State.COMPUTING: OwnerKind.SEQUENCE,
+    State.HANDED_OFF: OwnerKind.TRANSFER,
+    State.RESERVED: OwnerKind.RESERVATION,
+    State.DECODING: OwnerKind.SEQUENCE,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Seconds that a request spent here."""
+
+    queue_seconds: float
+    """Submitted to first chunk scheduled; 0 for a sequence whose prompt was computed elsewhere."""
+    compute_seconds: float
+    """First chunk scheduled (or committed) to the last token so far."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Sequence:
+    """One request. The scheduler alone changes its state."""
+
+    request: GenerationRequest
+    split: bool
+    """True: only the prompt is computed here, another replica decodes."""
+    max_outputs: int
+    """Output tokens after which it ends: max_tokens, or less where the context is full before."""
+    state: State = State.WAITING
+    blocks: tuple[int, ...] = ()
+    """Block table; rows [0, rows) lie in it. Owned as the state says."""
+    state_slot: int | None = None
+    computed: int = 0
+    """Tokens that the caches hold."""
+    outputs: list[int] = field(default_factory=list)
+    begun: bool = False
+    """Its publisher was told that the scheduler reached it."""
+    ready: bool = False
+    """Its destination can take the bytes as they come. Otherwise what it owns is parked memory."""
+    submitted_at: float = 0.0
+    started_at: float | None = None
+    last_token_at: float | None = None
+
+    @property
+    def id(self) -> RequestId:
+        """Of the request."""
+        return self.request.id
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.request.tokens)
+
+    @property
+    def rows(self) -> int:
+        """Cache rows that it needs at worst: the last output token is never fed back, so it needs none."""
+        return self.prompt_tokens if self.split else self.prompt_tokens + self.max_outputs - 1
+
+    @property
+    def parked(self) -> bool:
+        """True if it holds memory for a destination that is not ready to take it."""
+        return self.split and not self.ready and self.state in (State.COMPUTING, State.HANDED_OFF)
+
+    @property
+    def owner(self) -> Owner:
+        """In whose name the pools hold its blocks and slot. Raises InternalError in a state that owns nothing."""
+        kind = _OWNER.get(self.state)
+        if kind is None:
+            raise InternalError(f"{self.id} is {self.state.value} and owns nothing")
+        return Owner(kind=kind, request=self.id)
+
+    def move(self, state: State) -> None:
+        """Change the state. Raises InternalError for a step that no sequence may take."""
+        if state not in _NEXT[self.state]:
+            raise InternalError(f"{self.id} cannot go from {self.state.value} to {state.value}")
+        self.state = state
+
+    def finish_with(self, token: int) -> FinishReason | None:
+        """Why the sequence would end if `token` were its next output; None if it would go on."""
+        stop = self.request.stop
+        if not stop.ignore_eos and token in stop.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.outputs) + 1 >= self.max_outputs else None
+
+    def timing(self) -> Timing:
+        """Seconds so far; zeros for what has not begun."""
+        if self.started_at is None:
+            return Timing(queue_seconds=0.0, compute_seconds=0.0)
+        last = self.started_at if self.last_token_at is None else self.last_token_at
+        return Timing(queue_seconds=self.started_at - self.submitted_at, compute_seconds=last - self.started_at)

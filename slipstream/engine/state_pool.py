@@ -1,0 +1,47 @@
+"""The slots for conv and recurrent states and who owns them; knows no tensor. A model without such states has 0 slots."""
+
+from __future__ import annotations
+
+from slipstream.engine.ledger import Ledger, Owner
+
+
+class StatePool:
+    """`total` slots, one per sequence. A slot is not cleared when it is freed: a prompt's first chunk starts from zeros."""
+
+    def __init__(self, total: int) -> None:
+        self._ledger = Ledger(total, "state slot")
+
+    @property
+    def total(self) -> int:
+        """Slots that exist."""
+        return self._ledger.total
+
+    @property
+    def free(self) -> int:
+        """Slots that nobody owns."""
+        return self._ledger.free
+
+    def take(self, owner: Owner) -> int | None:
+        """A slot for `owner`, or None if none is free."""
+        slots = self._ledger.take(1, owner)
+        return slots[0] if slots else None
+
+    def give_back(self, slot: int, owner: Owner) -> None:
+        """Return `slot` of `owner`. Raises InternalError on a double or foreign free."""
+        self._ledger.give_back((slot,), owner)
+
+    def reassign(self, slot: int, old: Owner, new: Owner) -> None:
+        """Hand `slot` from `old` to `new`."""
+        self._ledger.reassign((slot,), old, new)
+
+    def check_owner(self, slot: int, owner: Owner) -> None:
+        """Raise InternalError unless `owner` owns `slot`."""
+        self._ledger.check_owner((slot,), owner)
+
+    def owned(self) -> dict[int, Owner]:
+        """Every slot that is not free, with its owner."""
+        return self._ledger.owned()
+
+    def check_integrity(self) -> None:
+        """Raise InternalError unless every slot has exactly one owner."""
+        self._ledger.check_integrity()
