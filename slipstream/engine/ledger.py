@@ -96,4 +96,4 @@ class Ledger:
             raise InternalError(f"a {self._noun} is on the free list twice")
         for unit, owner in enumerate(self._owners):
             if (owner is None) != (unit in free):
-                raise InternalError(f"{self._noun} {unit} belongs to {owner} and is {'on' if unit in free else 'off'} the free list")
+                raise InternalError(f"{self._noun} {unit} of {owner} is {'on' if unit in free else 'off'} the free list")
