@@ -1,0 +1,110 @@
+"""Gated DeltaNet: a causal convolution and a recurrent state per sequence; knows no position and no block.
+
+Projections of Qwen3.5: in_proj_qkv (rows q | k | v), in_proj_z, in_proj_b, in_proj_a.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from slipstream.checkpoint import Checkpoint
+from slipstream.kernels import reference as ops
+from slipstream.layers.batch import ForwardBatch, LinearCache
+from slipstream.types import LinearLayer
+
+
+class ConvWeight(nn.Module):
+    """The depthwise kernel, stored [C, 1, W]."""
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, width), requires_grad=False)
+
+
+class GatedNorm(nn.Module):
+    """Per value head over its channels: plain weight, then times silu(z)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x, gate [..., size]."""
+        return ops.gated_rms_norm(x, gate, self.weight, self.eps)
+
+
+class GatedDeltaNet(nn.Module):
+    """One linear-attention layer. States are read from and written to the sequence's slot."""
+
+    def __init__(self, checkpoint: Checkpoint, layer: LinearLayer) -> None:
+        super().__init__()
+        hidden = checkpoint.hidden_size
+        self.spec = layer
+        channels, values = sum(layer.conv_segments), layer.value_heads * layer.value_head_size
+        self.in_proj_qkv = nn.Linear(hidden, channels, bias=False)
+        self.in_proj_z = nn.Linear(hidden, values, bias=False)
+        self.in_proj_b = nn.Linear(hidden, layer.value_heads, bias=False)
+        self.in_proj_a = nn.Linear(hidden, layer.value_heads, bias=False)
+        self.conv1d = ConvWeight(channels, layer.conv_width)
+        self.A_log = nn.Parameter(torch.empty(layer.value_heads), requires_grad=False)
+        self.dt_bias = nn.Parameter(torch.empty(layer.value_heads), requires_grad=False)
+        self.norm = GatedNorm(layer.value_head_size, checkpoint.rms_norm_eps)
+        self.out_proj = nn.Linear(values, hidden, bias=False)
+
+    def forward(self, x: Tensor, batch: ForwardBatch, cache: LinearCache) -> Tensor:
+        """[T, hidden] -> [T, hidden]; leaves in each slot the state after the sequence's last row."""
+        qkv, decay, beta = self.in_proj_qkv(x), self._decay(self.in_proj_a(x)), self.in_proj_b(x).float().sigmoid()
+        mixed = x.new_empty(x.shape[0], self.spec.value_heads, self.spec.value_head_size)
+        decoding, rows, row = [], [], 0
+        for i, (count, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
+            if count == 1 and context:
+                decoding.append(i)
+                rows.append(row)
+            else:
+                span = slice(row, row + count)
+                mixed[span] = self._chunk(qkv[span], decay[span], beta[span], int(batch.state_slots[i]), context == 0, cache)
+            row += count
+        if decoding:
+            mixed[rows] = self._step(qkv[rows], decay[rows], beta[rows], batch.state_slots[decoding], cache)
+        z = self.in_proj_z(x).view_as(mixed)
+        result: Tensor = self.out_proj(self.norm(mixed, z).flatten(1))
+        return result
+
+    def _decay(self, a: Tensor) -> Tensor:
+        """log of the state's decay, [T, V] float32, at most 0."""
+        return -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias.float())
+
+    def _heads(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Convolved channels [..., C] as q, k [..., V, K] normalised and v [..., V, E], float32."""
+        spec = self.spec
+        q, k, v = torch.split(y, list(spec.conv_segments), -1)
+        shape = (*y.shape[:-1], spec.key_heads, spec.key_head_size)
+        repeat = spec.value_heads // spec.key_heads
+        q = (_unit(q.reshape(shape)) * spec.key_head_size**-0.5).repeat_interleave(repeat, -2)
+        k = _unit(k.reshape(shape)).repeat_interleave(repeat, -2)
+        return q, k, v.reshape(*y.shape[:-1], spec.value_heads, spec.value_head_size).float()
+
+    def _chunk(self, qkv: Tensor, decay: Tensor, beta: Tensor, slot: int, fresh: bool, cache: LinearCache) -> Tensor:
+        conv = torch.zeros_like(cache.conv[slot]) if fresh else cache.conv[slot]
+        state = torch.zeros_like(cache.recurrent[slot]) if fresh else cache.recurrent[slot].float()
+        y, conv = ops.causal_conv(qkv[None], conv[None], self.conv1d.weight[:, 0])
+        out, state = ops.gated_delta_chunks(*self._heads(y[0]), decay, beta, state)
+        cache.conv[slot] = conv[0]
+        cache.recurrent[slot] = state
+        return out.to(qkv.dtype)
+
+    def _step(self, qkv: Tensor, decay: Tensor, beta: Tensor, slots: Tensor, cache: LinearCache) -> Tensor:
+        y, conv = ops.causal_conv(qkv[:, None], cache.conv[slots], self.conv1d.weight[:, 0])
+        out, state = ops.gated_delta_step(*self._heads(y[:, 0]), decay, beta, cache.recurrent[slots].float())
+        cache.conv[slots] = conv
+        cache.recurrent[slots] = state.to(cache.recurrent.dtype)
+        return out.to(qkv.dtype)
+
+
+def _unit(x: Tensor) -> Tensor:
+    """L2-normalised over the last axis, float32."""
+    x = x.float()
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)

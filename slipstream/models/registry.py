@@ -1,0 +1,89 @@
+"""Architecture name -> loaded model, with its capabilities checked against what the checkpoint declares. Knows no scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from slipstream.checkpoint import Checkpoint
+from slipstream.errors import CheckpointError, ConfigError
+from slipstream.layers.batch import ForwardBatch, LayerCache
+from slipstream.layers.rope import Rotary
+from slipstream.models import weights
+from slipstream.models.qwen import CausalLM, Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration, Qwen3ForCausalLM
+
+
+class LanguageModel(Protocol):
+    """What the engine runs."""
+
+    def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache],
+                on_layer: Callable[[int], None] | None = None) -> Tensor:
+        """Logits of `batch.logit_rows`, [R, vocab] float32; `on_layer(i)` when layer i has written its caches."""
+
+
+@runtime_checkable
+class VisionModel(Protocol):
+    """A model that takes images implements this; one that does not refuses them."""
+
+    def encode_images(self, pixels: Sequence[NDArray[np.uint8]]) -> list[Tensor]:
+        """uint8 [H, W, 3] images -> one [tokens, hidden] each."""
+
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def architectures() -> dict[str, type[CausalLM]]:
+    """Every architecture that can be served, by its name in config.json."""
+    return {kind.__name__: kind for kind in (Qwen3ForCausalLM, Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration)}
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Raises ConfigError for an unknown name."""
+    if name not in _DTYPES:
+        raise ConfigError(f"unknown dtype {name!r}; known: {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def load(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device,
+         progress: weights.Progress | None = None) -> CausalLM:
+    """Build and load the checkpoint's model. Raises CheckpointError for an unknown architecture or a bad weight."""
+    known = architectures()
+    if checkpoint.architecture not in known:
+        raise CheckpointError(f"{checkpoint.path} is a {checkpoint.architecture}; known: {', '.join(sorted(known))}")
+    kind = known[checkpoint.architecture]
+    with torch.device("meta"):
+        model = kind(checkpoint)
+    if checkpoint.vision is not None and checkpoint.architecture.endswith("ForConditionalGeneration") \
+            and not isinstance(model, VisionModel):
+        raise CheckpointError(f"{checkpoint.architecture} declares vision, but its class has no encode_images")
+    weights.load_into(model, checkpoint.path, rename=lambda name: _rename(name, isinstance(model, VisionModel), checkpoint),
+                      dtype=dtype, device=device, progress=progress)
+    _materialise_buffers(model, checkpoint, device)
+    return model.eval()
+
+
+def _rename(name: str, vision: bool, checkpoint: Checkpoint) -> str | None:
+    """Names on disk: with or without `model.language_model.`; extra heads and an unused tower are left out."""
+    if name.startswith("mtp."):
+        return None
+    if name.startswith("model.visual."):
+        return name.removeprefix("model.") if vision else None
+    if name == "lm_head.weight" and checkpoint.tie_embeddings:
+        return None
+    if name.startswith("model.language_model."):
+        return "model." + name.removeprefix("model.language_model.")
+    return name
+
+
+def _materialise_buffers(model: CausalLM, checkpoint: Checkpoint, device: torch.device) -> None:
+    """Constant tables were built on the meta device with the rest; make them again for real."""
+    model.model.rotary = Rotary(checkpoint.rope).to(device)
+    if isinstance(model, Qwen3_5ForConditionalGeneration):
+        assert checkpoint.image is not None
+        model.visual.mean = torch.tensor(checkpoint.image.mean, device=device)
+        model.visual.std = torch.tensor(checkpoint.image.std, device=device)

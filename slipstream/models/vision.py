@@ -1,0 +1,169 @@
+"""The vision tower of Qwen3-VL and Qwen3.5: pixels to embeddings; knows no text.
+
+Patches are ordered merge block by merge block: (rows / m, columns / m, m, m), so that every m*m consecutive patches become
+one token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from slipstream.checkpoint import ImageConfig, VisionConfig
+from slipstream.kernels import reference as ops
+
+ROPE_THETA = 10000.0
+
+
+class PatchEmbed(nn.Module):
+    """A convolution whose stride is its kernel, so a linear map of the flattened patch."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.proj = nn.Conv3d(config.in_channels, config.hidden_size,
+                              (config.temporal_patch_size, config.patch_size, config.patch_size))
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """[patches, C * t * p * p] -> [patches, hidden]."""
+        return F.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
+
+
+class VisionAttention(nn.Module):
+    """Full attention inside each image."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.heads = config.num_heads
+        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
+        self.proj = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], lengths: Sequence[int]) -> Tensor:
+        """x [patches of all images, hidden]; lengths: patches of each image."""
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(1)
+        q, k = ops.rotary(q, *rope), ops.rotary(k, *rope)
+        parts = zip(*(torch.split(x, list(lengths)) for x in (q, k, v)), strict=True)
+        out = [F.scaled_dot_product_attention(a.transpose(0, 1), b.transpose(0, 1), c.transpose(0, 1)).transpose(0, 1)
+               for a, b, c in parts]
+        result: Tensor = self.proj(torch.cat(out).flatten(1))
+        return result
+
+
+class VisionMLP(nn.Module):
+    """fc2(gelu_tanh(fc1))."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.linear_fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.linear_fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[patches, hidden] -> the same."""
+        result: Tensor = self.linear_fc2(F.gelu(self.linear_fc1(x), approximate="tanh"))
+        return result
+
+
+class VisionBlock(nn.Module):
+    """Pre-norm transformer block with LayerNorm."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(config.hidden_size, eps=1e-6)
+        self.norm2 = nn.LayerNorm(config.hidden_size, eps=1e-6)
+        self.attn = VisionAttention(config)
+        self.mlp = VisionMLP(config)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], lengths: Sequence[int]) -> Tensor:
+        """[patches, hidden] -> the same."""
+        x = x + self.attn(self.norm1(x), rope, lengths)
+        result: Tensor = x + self.mlp(self.norm2(x))
+        return result
+
+
+class PatchMerger(nn.Module):
+    """m*m neighbouring patches -> one embedding of the language model."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        wide = config.hidden_size * config.merge_size**2
+        self.norm = nn.LayerNorm(config.hidden_size, eps=1e-6)
+        self.linear_fc1 = nn.Linear(wide, wide)
+        self.linear_fc2 = nn.Linear(wide, config.out_hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[patches, hidden] -> [patches / (m*m), out_hidden]."""
+        wide = self.norm(x).reshape(-1, self.linear_fc1.in_features)
+        result: Tensor = self.linear_fc2(F.gelu(self.linear_fc1(wide)))
+        return result
+
+
+class VisionTower(nn.Module):
+    """Images of any sizes at once; each attends only to itself."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, config: VisionConfig, image: ImageConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.patch_embed = PatchEmbed(config)
+        self.pos_embed = nn.Embedding(config.num_position_embeddings, config.hidden_size)
+        self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config.depth))
+        self.merger = PatchMerger(config)
+        self.register_buffer("mean", torch.tensor(image.mean), persistent=False)
+        self.register_buffer("std", torch.tensor(image.std), persistent=False)
+
+    def forward(self, pixels: Sequence[NDArray[np.uint8]]) -> list[Tensor]:
+        """uint8 [H, W, 3] images, sides multiples of patch * merge -> one [tokens, out_hidden] each."""
+        config, weight = self.config, self.pos_embed.weight
+        grids = [(image.shape[0] // config.patch_size, image.shape[1] // config.patch_size) for image in pixels]
+        x = self.patch_embed(torch.cat([self._patches(image) for image in pixels]).to(weight.dtype))
+        x = x + torch.cat([self._position_embedding(*grid) for grid in grids])
+        angles = torch.cat([self._angles(*grid) for grid in grids])
+        rope = (angles.cos().to(weight.dtype), angles.sin().to(weight.dtype))
+        lengths = [h * w for h, w in grids]
+        for block in self.blocks:
+            x = block(x, rope, lengths)
+        merged: Tensor = self.merger(x)
+        return list(torch.split(merged, [n // config.merge_size**2 for n in lengths]))
+
+    def _patches(self, image: NDArray[np.uint8]) -> Tensor:
+        """[patches, C * t * p * p]; a still image fills the temporal patch with copies of itself."""
+        p, m, t = self.config.patch_size, self.config.merge_size, self.config.temporal_patch_size
+        x = torch.tensor(image, device=self.mean.device).float() / 255.0
+        x = ((x - self.mean) / self.std).permute(2, 0, 1)
+        rows, columns = image.shape[0] // p, image.shape[1] // p
+        x = x.reshape(3, rows // m, m, p, columns // m, m, p).permute(1, 4, 2, 5, 0, 3, 6)
+        return x[:, :, :, :, :, None].expand(-1, -1, -1, -1, -1, t, -1, -1).reshape(rows * columns, -1)
+
+    def _rows_columns(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        """Row and column of each patch in merge-block order."""
+        m = self.config.merge_size
+        grid = torch.stack(torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"))
+        grid = grid.reshape(2, rows // m, m, columns // m, m).permute(0, 1, 3, 2, 4).reshape(2, -1)
+        return grid[0], grid[1]
+
+    def _angles(self, rows: int, columns: int) -> Tensor:
+        """Axial rotary: the first half of the frequencies turns with the row, the second with the column. [patches, head]."""
+        size = self.config.hidden_size // self.config.num_heads // 2
+        frequencies = ROPE_THETA ** -(torch.arange(0, size, 2, dtype=torch.float32) / size)
+        row, column = self._rows_columns(rows, columns)
+        angles = torch.cat((row[:, None] * frequencies, column[:, None] * frequencies), -1)
+        return torch.cat((angles, angles), -1).to(self.mean.device)
+
+    def _position_embedding(self, rows: int, columns: int) -> Tensor:
+        """The learned square table, bilinearly stretched over the image (corners on corners). [patches, hidden]."""
+        side = int(self.config.num_position_embeddings**0.5)
+        table = self.pos_embed.weight.view(side, side, -1)
+        row, column = self._rows_columns(rows, columns)
+        y, x = row * ((side - 1) / max(rows - 1, 1)), column * ((side - 1) / max(columns - 1, 1))
+        top, left = y.floor().long().clamp(max=side - 1), x.floor().long().clamp(max=side - 1)
+        bottom, right = (top + 1).clamp(max=side - 1), (left + 1).clamp(max=side - 1)
+        dy, dx = (y - top)[:, None].to(table.device, table.dtype), (x - left)[:, None].to(table.device, table.dtype)
+        upper = table[top, left] * (1 - dx) + table[top, right] * dx
+        lower = table[bottom, left] * (1 - dx) + table[bottom, right] * dx
+        return upper * (1 - dy) + lower * dy

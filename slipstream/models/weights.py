@@ -1,0 +1,102 @@
+"""Safetensors files to parameters, strictly: each is loaded exactly once, or loading stops. Knows no architecture."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from slipstream.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+
+
+def files_of(folder: Path) -> dict[str, Path]:
+    """Tensor name -> file. With an index only the files that it names count; a stray file beside it is not read."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            names: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        except (ValueError, KeyError, OSError) as error:
+            raise CheckpointError(f"{index} is not a safetensors index: {error}") from error
+        return {name: folder / file for name, file in names.items()}
+    single = folder / "model.safetensors"
+    if not single.exists():
+        raise CheckpointError(f"{folder} holds neither model.safetensors nor model.safetensors.index.json")
+    with _open(single) as file:
+        return dict.fromkeys(file.keys(), single)
+
+
+def load_into(model: nn.Module, folder: Path, *, rename: Callable[[str], str | None], dtype: torch.dtype, device: torch.device,
+              progress: Progress | None = None) -> None:
+    """Load every parameter of `model` from the folder.
+
+    `rename` maps a name on disk to a parameter's name, or None for a weight that is not ours to load. Raises CheckpointError
+    with the tensor's name, file, expected and found shape for a missing, misshapen, doubled, unknown or non-finite weight.
+    """
+    wanted = dict(model.named_parameters())
+    found: dict[str, str] = {}
+    unknown: list[str] = []
+    for done, (disk_name, file, tensor) in enumerate(_tensors(files_of(folder), rename)):
+        name = rename(disk_name)
+        assert name is not None
+        if name not in wanted:
+            unknown.append(disk_name)
+            continue
+        if name in found:
+            raise CheckpointError(f"{disk_name} ({file}) and {found[name]} are the same weight")
+        shape = tuple(wanted[name].shape)
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(f"{disk_name} in {file}: expected shape {shape}, found {tuple(tensor.shape)}")
+        if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(f"{disk_name} in {file} of shape {shape} holds NaN or infinity, or is no float; "
+                                  "the file is damaged")
+        _assign(model, name, tensor.to(device=device, dtype=dtype))
+        found[name] = disk_name
+        if progress is not None:
+            progress(done + 1, len(wanted))
+    if missing := sorted(wanted.keys() - found.keys()):
+        shapes = ", ".join(f"{name} {tuple(wanted[name].shape)}" for name in missing[:5])
+        raise CheckpointError(f"{folder} lacks {len(missing)} weights: {shapes}{', ...' if len(missing) > 5 else ''}")
+    if unknown:
+        raise CheckpointError(f"{folder} holds weights that this architecture does not have: {', '.join(sorted(unknown)[:5])}"
+                              f"{', ...' if len(unknown) > 5 else ''}; is config.json the right one?")
+
+
+def _tensors(files: dict[str, Path], rename: Callable[[str], str | None]) -> Iterator[tuple[str, Path, Tensor]]:
+    by_file: dict[Path, list[str]] = {}
+    for name, path in files.items():
+        if rename(name) is not None:
+            by_file.setdefault(path, []).append(name)
+    for path, names in by_file.items():
+        with _open(path) as file:
+            inside = set(file.keys())
+            for name in names:
+                if name not in inside:
+                    raise CheckpointError(f"the index says that {name} is in {path}, but it is not")
+                try:
+                    tensor = file.get_tensor(name)
+                except SafetensorError as error:
+                    raise CheckpointError(f"cannot read {name} from {path}: {error}") from error
+                yield name, path, tensor
+
+
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(str(path), framework="pt")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} does not exist, but the index names it") from error
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is not a complete safetensors file: {error}") from error
+
+
+def _assign(model: nn.Module, name: str, tensor: Tensor) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, nn.Parameter(tensor, requires_grad=False))
