@@ -78,16 +78,14 @@ def prepare(request: GenerationRequest, pixels: Sequence[Pixels], publisher: Pub
     tokens_T = np.asarray(request.tokens, dtype=np.int64)
     if checkpoint.vision is None:
         positions_T3 = np.repeat(np.arange(len(tokens_T), dtype=np.int32)[:, None], 3, axis=1)
-        last = len(tokens_T) - 1
-        return Prompt(mrope=MropeState(delta=0, last_position=(last, last, last)), tokens=tokens_T,
-                      positions=positions_T3, publisher=publisher)
+        return Prompt(mrope=mrope_rules.mrope_state(positions_T3, 0), tokens=tokens_T, positions=positions_T3,
+                      publisher=publisher)
     vision = checkpoint.vision
     _check_pixels(request, pixels, vision.patch_size)
     positions_T3, delta = mrope_rules.mrope_positions(
         request.tokens, request.grids, image_token_id=checkpoint.image_token_id, video_token_id=checkpoint.video_token_id,
         merge_size=vision.merge_size)
-    t, h, w = (int(axis) for axis in positions_T3[-1])
-    return Prompt(mrope=MropeState(delta=delta, last_position=(t, h, w)), tokens=tokens_T, positions=positions_T3,
+    return Prompt(mrope=mrope_rules.mrope_state(positions_T3, delta), tokens=tokens_T, positions=positions_T3,
                   image_rows=np.flatnonzero(tokens_T == checkpoint.image_token_id), pixels=tuple(pixels),
                   publisher=publisher)
 

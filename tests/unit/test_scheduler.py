@@ -106,7 +106,7 @@ def test_max_tokens_counts_the_first_token() -> None:
     for outputs in (1, 2, 16):
         of = scheduler()
         of.add(sequence("a", 5, outputs))
-        events = []
+        events: list[TokenEvent] = []
         while of.has_work:
             events += step(of)[1]
         assert [event.index for event in events] == list(range(outputs))
@@ -153,7 +153,7 @@ def test_a_reservation_owns_prompt_and_growth() -> None:
     assert not of.reserve(sequence("b", 10, 20))
     assert not of.has_work
     of.commit(reserved, 3, now=1.0)
-    events = []
+    events: list[TokenEvent] = []
     while of.has_work:
         plan, new = step(of)
         assert [chunk.tokens for chunk in plan.chunks] in ([(3,)], [(1,)])

@@ -1,0 +1,422 @@
+"""The engine's contract, on a toy model whose tokens are checksums of what the caches hold: wrong paging gives wrong tokens."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream import positions
+from slipstream.config import EngineConfig
+from slipstream.engine.engine import Engine
+from slipstream.errors import ConfigError, ContextLengthError, InternalError, InvalidRequestError, SlipstreamError
+from slipstream.layers.batch import LinearCache
+from slipstream.types import FinishReason, Grid, MropeState, RequestId
+from tests.support.engine_driver import Collector, Recorder, assert_empty, poison, request, run, split
+from tests.support.toy_model import IMAGE, MERGE, PATCH, VOCAB, ToyModel, answer, image_values, toy_checkpoint
+
+
+def make(*, hybrid: bool = True, vision: bool = True, fail_on: int | None = None, parked_fraction: float = 1.0,
+         max_context: int = 400, clock: Callable[[], float] = time.monotonic, **config: int) -> tuple[Engine, ToyModel]:
+    checkpoint = toy_checkpoint(hybrid=hybrid, vision=vision, max_context=max_context)
+    values = {"block_size": 4, "kv_cache_tokens": 1024, "max_running": 8, "max_batch_tokens": 64} | config
+    model = ToyModel(checkpoint, fail_on)
+    return Engine(model, checkpoint, EngineConfig(**values), parked_fraction=parked_fraction, clock=clock), model
+
+
+def text(seed: int, length: int) -> list[int]:
+    return [random.Random(seed * 1000 + i).randrange(IMAGE) for i in range(length)]
+
+
+def expected(tokens: Sequence[int], count: int, *, hybrid: bool = True) -> list[int]:
+    return answer(tokens, [[i] * 3 for i in range(len(tokens))], 0, count, hybrid=hybrid)
+
+
+def picture(seed: int, h: int, w: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (h * PATCH, w * PATCH, 3), dtype=np.uint8)
+
+
+def image_prompt(seed: int, grids: Sequence[Grid], between: Sequence[int]) -> tuple[list[int], list[np.ndarray], list[int]]:
+    """Tokens, pixels and the values that the model sees; `between`: text tokens before, between and after the images."""
+    tokens, values = text(seed, between[0]), text(seed, between[0])
+    pixels = [picture(seed + i, grid.h, grid.w) for i, grid in enumerate(grids)]
+    for i, (grid, length) in enumerate(zip(grids, between[1:], strict=True)):
+        tokens += [IMAGE] * (grid.h * grid.w // MERGE**2) + text(seed + i, length)
+        values += image_values(pixels[i]) + text(seed + i, length)
+    return tokens, pixels, values
+
+
+# Tokens --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hybrid", [True, False])
+@pytest.mark.parametrize("chunk", [1, 3, 7, 64])
+def test_many_at_once_are_right_for_every_chunk_size(chunk: int, hybrid: bool) -> None:
+    engine, _ = make(hybrid=hybrid, prefill_chunk_tokens=chunk, kv_cache_tokens=512)
+    poison(engine)
+    prompts = {f"r{i}": (text(i, 1 + i * 5 % 83), 1 + i % 9) for i in range(24)}
+    for name, (tokens, count) in prompts.items():
+        engine.submit(request(name, tokens, count))
+    found = run(engine)
+    assert found.tokens == {name: expected(tokens, count, hybrid=hybrid) for name, (tokens, count) in prompts.items()}
+    assert set(found.finish.values()) == {FinishReason.LENGTH}
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 64])
+def test_chunks_cut_through_images(chunk: int) -> None:
+    engine, model = make(prefill_chunk_tokens=chunk)
+    grids = [Grid(t=1, h=4, w=6), Grid(t=1, h=8, w=2)]
+    tokens, pixels, values = image_prompt(3, grids, [3, 2, 0])  # the last token of the prompt is an image's
+    places, delta = positions.mrope_positions(tokens, grids, image_token_id=IMAGE, video_token_id=IMAGE + 1, merge_size=MERGE)
+    assert delta < 0
+    engine.submit(request("image", tokens, 6, grids=grids), pixels)
+    engine.submit(request("text", text(9, 11), 6))
+    found = run(engine)
+    assert found.tokens == {"image": answer(values, places.tolist(), delta, 6), "text": expected(text(9, 11), 6)}
+    assert model.encoded == 2, "each image is encoded once, however its prompt is cut"
+
+
+@pytest.mark.parametrize("count", [1, 2, 16])
+@pytest.mark.parametrize("length", [1, 4, 5])
+def test_split_equals_unsplit_with_exact_counts(count: int, length: int) -> None:
+    prefill, decode = make(kv_cache_tokens=256)[0], make(kv_cache_tokens=512)[0]
+    poison(prefill)
+    poison(decode)
+    for occupied in (prefill, decode):  # so that the two sides use different blocks and slots
+        occupied.reserve(request(f"other{occupied is prefill}", text(1, 9 if occupied is prefill else 30)))
+    requests = [(request(f"r{i}", text(i, length), count), ()) for i in range(3)]
+    for occupied in (prefill, decode):
+        occupied.abort(RequestId(name=f"other{occupied is prefill}"))
+    found = split(prefill, decode, requests)
+    assert found.tokens == {f"r{i}": expected(text(i, length), count) for i in range(3)}
+    assert set(found.finish.values()) == {FinishReason.LENGTH}
+
+
+def test_split_keeps_the_position_delta_of_images() -> None:
+    grids = [Grid(t=1, h=6, w=4)]
+    tokens, pixels, values = image_prompt(5, grids, [2, 3])
+    places, delta = positions.mrope_positions(tokens, grids, image_token_id=IMAGE, video_token_id=IMAGE + 1, merge_size=MERGE)
+    right = answer(values, places.tolist(), delta, 5)
+    assert right != answer(values, places.tolist(), 0, 5), "the toy would notice a lost delta"
+    found = split(make()[0], make()[0], [(request("r", tokens, 5, grids=grids), pixels)])
+    assert found.tokens == {"r": right}
+
+
+def test_a_first_token_that_stops_ends_the_request_at_prefill() -> None:
+    first = expected(text(1, 6), 1)[0]
+    engine, _ = make()
+    recorder = Recorder()
+    engine.submit(request("split", text(1, 6), 9, stop=[first]), (), recorder)
+    engine.submit(request("whole", text(1, 6), 9, stop=[first]))
+    engine.submit(request("ignoring", text(1, 6), 3, stop=[first], ignore_eos=True))
+    found = run(engine)
+    assert found.tokens == {"split": [first], "whole": [first], "ignoring": expected(text(1, 6), 3)}
+    assert found.finish["split"] is found.finish["whole"] is FinishReason.STOP
+    engine.release(RequestId(name="split"))
+    assert_empty(engine)
+
+
+def test_the_context_limit_ends_with_length() -> None:
+    engine, _ = make(max_context=20)
+    engine.submit(request("r", text(1, 17), 100))
+    found = run(engine)
+    assert found.tokens == {"r": expected(text(1, 17), 3)}
+    assert found.finish == {"r": FinishReason.LENGTH}
+
+
+def test_sampled_tokens_depend_on_seed_and_index_only() -> None:
+    alone: dict[str, list[int]] = {}
+    prompts = {f"r{i}": request(f"r{i}", text(i, 5 + i), 12, temperature=3.0, top_p=0.9, seed=i) for i in range(6)}
+    for name, req in prompts.items():
+        engine, _ = make()
+        engine.submit(req)
+        alone[name] = run(engine).tokens[name]
+    engine, _ = make(max_batch_tokens=9)
+    for req in prompts.values():
+        engine.submit(req)
+    assert run(engine).tokens == alone
+    assert split(make()[0], make()[0], [(req, ()) for req in prompts.values()]).tokens == alone
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_freed_state_slot_does_not_leak() -> None:
+    engine, _ = make(max_running=1)
+    for i in range(3):
+        engine.submit(request(f"r{i}", text(i, 9), 4))
+        run(engine)
+        for cache in engine.caches:
+            if isinstance(cache, LinearCache):
+                assert bool(cache.recurrent.any()), "the slot still holds what the request before left"
+    engine.submit(request("r", text(7, 9), 4))
+    assert run(engine).tokens["r"] == expected(text(7, 9), 4)
+
+
+@pytest.mark.parametrize("steps", range(6))
+def test_abort_is_legal_in_every_state(steps: int) -> None:
+    engine, _ = make(prefill_chunk_tokens=4)
+    engine.submit(request("whole", text(1, 10), 3))
+    engine.submit(request("split", text(2, 10), 3), (), Recorder())
+    reserved = request("reserved", text(3, 10), 3)
+    engine.reserve(reserved)
+    for _ in range(steps):
+        engine.step()
+    engine.submit(request("late", text(4, 10), 3))
+    if steps % 2:
+        engine.commit(reserved.id, first_tokens=[5], mrope=MropeState(delta=0, last_position=(9, 9, 9)))
+    found = [engine.abort(RequestId(name=name)) for name in ("whole", "split", "reserved", "late", "unknown")]
+    assert found == [steps < 5, True, True, True, False]
+    assert_empty(engine)
+    assert not engine.has_work
+
+
+def test_a_reservation_covers_growth_and_refuses_when_full() -> None:
+    engine, _ = make(kv_cache_tokens=64)
+    first = engine.reserve(request("a", text(1, 20), 21))
+    assert first is not None
+    assert len(first.blocks) == 5
+    assert engine.load().free_blocks == 6
+    assert engine.reserve(request("b", text(1, 20), 21)) is None
+    engine.abort(RequestId(name="a"))
+    assert engine.reserve(request("b", text(1, 20), 21)) is not None
+    engine.abort(RequestId(name="b"))
+    assert_empty(engine)
+
+
+def test_state_slots_bound_reservations() -> None:
+    engine, _ = make(max_running=4)
+    reserved = [engine.reserve(request(f"r{i}", text(i, 3))) for i in range(6)]
+    assert [r is None for r in reserved] == [False] * 4 + [True] * 2
+    assert sorted(r.state_slot for r in reserved if r is not None and r.state_slot is not None) == [0, 1, 2, 3]
+
+
+def test_release_is_for_handed_off_prompts_only() -> None:
+    engine, _ = make()
+    engine.release(RequestId(name="unknown"))
+    engine.submit(request("r", text(1, 5)), (), Recorder())
+    with pytest.raises(InternalError, match="abort it instead"):
+        engine.release(RequestId(name="r"))
+    run(engine)
+    engine.release(RequestId(name="r"))
+    engine.release(RequestId(name="r"))
+    assert_empty(engine)
+
+
+# Publishing ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_publisher_is_told_of_every_layer_of_every_chunk_in_order() -> None:
+    engine, _ = make(prefill_chunk_tokens=4)
+    recorder = Recorder()
+    engine.submit(request("r", text(1, 10)), (), recorder)
+    assert recorder.calls == []
+    run(engine)
+    blocks, slot = recorder.place
+    assert len(blocks) == 3
+    assert slot is not None
+    assert recorder.calls == [("begin",), ("allocated", blocks, slot)] + [
+        ("layer", layer, tokens, tokens == 10) for tokens in (4, 8, 10) for layer in (0, 1)]
+
+
+def test_parked_prompts_are_bounded_and_ready_ones_go_first() -> None:
+    engine, _ = make(kv_cache_tokens=160, parked_fraction=0.25, max_batch_tokens=64)
+    recorders = [Recorder() for _ in range(4)]
+    for i, recorder in enumerate(recorders):
+        engine.submit(request(f"r{i}", text(i, 20)), (), recorder)  # 5 of 40 blocks each; 10 may be parked
+    found = run(engine)
+    assert set(found.tokens) == {"r0", "r1"}
+    assert recorders[3].calls == [("begin",)]
+    assert engine.load().parked == 2
+    assert engine.step().stalled
+    engine.mark_ready(RequestId(name="r3"))
+    assert set(run(engine).tokens) == {"r3"}
+    engine.release(RequestId(name="r0"))
+    assert set(run(engine).tokens) == {"r2"}
+    for i in range(1, 4):
+        engine.release(RequestId(name=f"r{i}"))
+    assert_empty(engine)
+
+
+# Faults --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_failing_step_fails_its_requests_and_the_engine_lives() -> None:
+    bad = 59
+    engine, _ = make(fail_on=bad, max_batch_tokens=12, max_running=3)
+    good = [token for token in text(1, 10) if token != bad]
+    engine.submit(request("bad", [1, 2, bad], 4))
+    engine.submit(request("with", good, 1))
+    engine.submit(request("later", good, 1))
+    engine.reserve(request("reserved", good, 4))
+    result = engine.step()
+    assert {id.name for id, _ in result.failures} == {"bad", "with"}
+    assert all(isinstance(error, InternalError) and "told to fail" in error.message for _, error in result.failures)
+    assert result.events == ()
+    engine.check_integrity()
+    assert run(engine).tokens == {"later": expected(good, 1)}
+    assert engine.abort(RequestId(name="reserved"))
+    assert_empty(engine)
+
+
+@pytest.mark.parametrize("method", ["begin", "allocated", "layer_done"])
+def test_a_failing_publisher_fails_its_own_request_only(method: str) -> None:
+    class Broken(Recorder):
+        def __getattribute__(self, name: str) -> object:
+            if name == method:
+                raise OSError("the peer is gone")
+            return super().__getattribute__(name)
+
+    engine, _ = make()
+    engine.submit(request("broken", text(1, 5), 2), (), Broken())
+    engine.submit(request("fine", text(2, 5), 2))
+    found = run(engine)
+    assert set(found.failures) == {"broken"}
+    assert found.tokens == {"fine": expected(text(2, 5), 2)}
+    assert_empty(engine)
+
+
+def test_images_that_cannot_be_encoded_fail_their_own_request_only() -> None:
+    engine, model = make()
+
+    def broken(pixels: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        raise ValueError("no such picture")
+
+    model.encode_images = broken  # type: ignore[method-assign]
+    grids = [Grid(t=1, h=4, w=4)]
+    tokens, pixels, _ = image_prompt(5, grids, [2, 3])
+    engine.submit(request("image", tokens, 2, grids=grids), pixels)
+    engine.submit(request("fine", text(2, 5), 2))
+    found = run(engine)
+    assert set(found.failures) == {"image"}
+    assert found.tokens == {"fine": expected(text(2, 5), 2)}
+    assert_empty(engine)
+
+
+def test_logits_that_are_not_numbers_fail_their_own_request_only() -> None:
+    engine, model = make()
+    forward = model.forward
+
+    def spoiled(*args: object) -> torch.Tensor:
+        logits = forward(*args)  # type: ignore[arg-type]
+        logits[0] = torch.nan
+        return logits
+
+    model.forward = spoiled  # type: ignore[method-assign, assignment]
+    engine.submit(request("spoiled", text(1, 5), 1))
+    engine.submit(request("fine", text(2, 5), 1))
+    found = run(engine)
+    assert "not finite" in found.failures["spoiled"].message
+    assert found.tokens == {"fine": expected(text(2, 5), 1)}
+    assert_empty(engine)
+
+
+# What is refused at once ---------------------------------------------------------------------------------------------
+
+
+GRID = Grid(t=1, h=4, w=4)
+
+
+@pytest.mark.parametrize(("change", "error", "match"), [
+    ({"tokens": []}, InvalidRequestError, "empty"),
+    ({"tokens": [1, VOCAB]}, InvalidRequestError, f"{VOCAB} is not in the vocabulary"),
+    ({"tokens": [-1, 1]}, InvalidRequestError, "-1 is not in the vocabulary"),
+    ({"tokens": [1] * 400}, ContextLengthError, "400 tokens"),
+    ({"tokens": [1] * 300, "max_tokens": 50}, ContextLengthError, "lower max_tokens"),
+    ({"max_tokens": 0}, InvalidRequestError, "max_tokens"),
+    ({"temperature": float("nan")}, InvalidRequestError, "temperature"),
+    ({"temperature": float("inf")}, InvalidRequestError, "temperature"),
+    ({"temperature": -0.1}, InvalidRequestError, "temperature"),
+    ({"top_p": 0.0}, InvalidRequestError, "top_p"),
+    ({"top_p": float("nan")}, InvalidRequestError, "top_p"),
+    ({"tokens": [1, IMAGE, IMAGE, IMAGE], "grids": [GRID]}, InvalidRequestError, "holds 3 .* need 4"),
+    ({"tokens": [1, IMAGE, IMAGE, IMAGE, IMAGE]}, InvalidRequestError, "holds 4 .* need 0"),
+    ({"tokens": [1], "grids": [GRID]}, InvalidRequestError, "holds 0 .* need 4"),
+])
+def test_impossible_requests_are_refused(change: dict[str, object], error: type[SlipstreamError], match: str) -> None:
+    engine, _ = make(kv_cache_tokens=320)
+    fields = {"tokens": [1, 2, 3], "max_tokens": 4} | change
+    pixels = [picture(1, 4, 4)] if "grids" in change else []
+    with pytest.raises(error, match=match):
+        engine.submit(request("r", **fields), pixels)  # type: ignore[arg-type]
+    assert_empty(engine)
+    if "grids" not in change and IMAGE not in fields["tokens"]:  # type: ignore[operator]
+        with pytest.raises(error, match=match):
+            engine.reserve(request("r", **fields))  # type: ignore[arg-type]
+    engine.submit(request("r", [1, 2, 3], 1))
+    assert run(engine).tokens == {"r": expected([1, 2, 3], 1)}
+
+
+def test_images_that_disagree_with_their_grids_are_refused() -> None:
+    engine, _ = make()
+    tokens = [1, IMAGE, IMAGE, IMAGE, IMAGE, 2]
+    for pixels, match in [([], "1 image grids and 0 images"), ([picture(1, 4, 6)], "needs uint8"),
+                          ([picture(1, 4, 4).astype(np.float32)], "needs uint8")]:
+        with pytest.raises(InvalidRequestError, match=match):
+            engine.submit(request("r", tokens, grids=[GRID]), pixels)
+    text_only, _ = make(vision=False)
+    with pytest.raises(InvalidRequestError, match="text-only"):
+        text_only.submit(request("r", tokens, grids=[GRID]), [picture(1, 4, 4)])
+    assert_empty(engine)
+
+
+def test_an_id_in_use_is_refused() -> None:
+    engine, _ = make()
+    engine.submit(request("r", [1, 2]))
+    with pytest.raises(InvalidRequestError, match="in use"):
+        engine.submit(request("r", [1, 2]))
+    with pytest.raises(InvalidRequestError, match="in use"):
+        engine.reserve(request("r", [1, 2]))
+
+
+def test_commit_needs_a_reservation_that_goes_on() -> None:
+    engine, _ = make()
+    mrope = MropeState(delta=0, last_position=(1, 1, 1))
+    with pytest.raises(InternalError, match="not known"):
+        engine.commit(RequestId(name="r"), first_tokens=[1], mrope=mrope)
+    engine.submit(request("waiting", [1, 2]))
+    with pytest.raises(InternalError, match="from waiting to decoding"):
+        engine.commit(RequestId(name="waiting"), first_tokens=[1], mrope=mrope)
+    engine.abort(RequestId(name="waiting"))
+    engine.reserve(request("r", [1, 2], 4, stop=[9]))
+    with pytest.raises(InvalidRequestError, match="one choice"):
+        engine.commit(RequestId(name="r"), first_tokens=[1, 2], mrope=mrope)
+    with pytest.raises(InternalError, match="nothing to decode"):
+        engine.commit(RequestId(name="r"), first_tokens=[9], mrope=mrope)
+    engine.abort(RequestId(name="r"))
+    assert_empty(engine)
+
+
+def test_a_pool_without_a_whole_block_is_refused() -> None:
+    with pytest.raises(ConfigError, match="kv_cache_tokens"):
+        make(kv_cache_tokens=3)
+    with pytest.raises(ConfigError, match="max_running"):
+        make(max_running=65)
+
+
+# Timing --------------------------------------------------------------------------------------------------------------
+
+
+def test_queue_and_compute_seconds() -> None:
+    now = [100.0]
+    engine, model = make(max_batch_tokens=8, clock=lambda: now[0])
+
+    def tick() -> None:
+        now[0] += 1.0
+
+    model.before_forward = tick
+    engine.submit(request("first", text(1, 8), 3))
+    engine.submit(request("second", text(2, 4), 1), (), Recorder())
+    collector, timings = Collector(), {}
+    while engine.has_work:
+        result = engine.step()
+        collector.add(result)
+        timings.update({id.name: (t.queue_seconds, t.compute_seconds) for id, t in result.timings.items()})
+    assert timings == {"first": (0.0, 3.0), "second": (1.0, 1.0)}
+    timing = engine.prompt_timing(RequestId(name="second"))
+    assert (timing.queue_seconds, timing.compute_seconds) == (1.0, 1.0)
