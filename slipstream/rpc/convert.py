@@ -1,0 +1,127 @@
+"""Our types to protobuf messages of the Worker service and back; knows neither side's logic."""
+
+from __future__ import annotations
+
+import math
+
+from slipstream import errors
+from slipstream.errors import InternalError, InvalidRequestError, SlipstreamError
+from slipstream.types import EngineLoad, FinishReason, Grid, Role, SamplingParams, StopParams
+from slipstream.v1 import worker_pb2 as pb
+
+CONTENT_HASH_BYTES = 16
+
+_ROLES = {Role.PREFILL: pb.ROLE_PREFILL, Role.DECODE: pb.ROLE_DECODE}
+_REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
+
+# The most specific kind first: an error takes the first row that it is an instance of.
+_CODES: tuple[tuple[type[SlipstreamError], pb.ErrorCode.ValueType], ...] = (
+    (errors.LeaseExpiredError, pb.ERROR_CODE_LEASE_EXPIRED),
+    (errors.BusyError, pb.ERROR_CODE_BUSY),
+    (errors.IncompatibleError, pb.ERROR_CODE_INCOMPATIBLE),
+    (errors.UnavailableError, pb.ERROR_CODE_UNAVAILABLE),
+    (errors.TransferError, pb.ERROR_CODE_UNAVAILABLE),
+    (errors.OverloadedError, pb.ERROR_CODE_BUSY),
+    (errors.DeadlineError, pb.ERROR_CODE_DEADLINE),
+    (errors.CancelledError, pb.ERROR_CODE_CANCELLED),
+    (errors.InvalidRequestError, pb.ERROR_CODE_INVALID),
+    (errors.RequestTooLargeError, pb.ERROR_CODE_INVALID),
+    (errors.SlipstreamError, pb.ERROR_CODE_INTERNAL),
+)
+_KINDS: dict[int, type[SlipstreamError]] = {
+    pb.ERROR_CODE_INVALID: errors.InvalidRequestError,
+    pb.ERROR_CODE_BUSY: errors.BusyError,
+    pb.ERROR_CODE_UNAVAILABLE: errors.UnavailableError,
+    pb.ERROR_CODE_DEADLINE: errors.DeadlineError,
+    pb.ERROR_CODE_CANCELLED: errors.CancelledError,
+    pb.ERROR_CODE_LEASE_EXPIRED: errors.LeaseExpiredError,
+    pb.ERROR_CODE_INCOMPATIBLE: errors.IncompatibleError,
+}
+
+
+def role_to_pb(role: Role) -> pb.Role.ValueType:
+    """The wire's name of a role."""
+    return _ROLES[role]
+
+
+def role_from_pb(role: int) -> Role:
+    """Raises InternalError for a role that this version does not know."""
+    for ours, theirs in _ROLES.items():
+        if theirs == role:
+            return ours
+    raise InternalError(f"a worker says that its role is {role}, which this version does not know; update the older side")
+
+
+def finish_to_pb(reason: FinishReason) -> pb.FinishReason.ValueType:
+    """The wire's name of a finish reason."""
+    return _REASONS[reason]
+
+
+def finish_from_pb(reason: int) -> FinishReason | None:
+    """None for unspecified (the leg was handed off) and for a reason of a later version."""
+    for ours, theirs in _REASONS.items():
+        if theirs == reason:
+            return ours
+    return None
+
+
+def sampling_to_pb(sampling: SamplingParams) -> pb.Sampling:
+    """The seed is taken modulo 2**64."""
+    return pb.Sampling(temperature=sampling.temperature, top_p=sampling.top_p, seed=sampling.seed % (1 << 64))
+
+
+def sampling_from_pb(message: pb.Sampling) -> SamplingParams:
+    """A top_p of 0 means that the field was not set: off."""
+    return SamplingParams(temperature=message.temperature, top_p=message.top_p or 1.0, seed=message.seed)
+
+
+def stop_to_pb(stop: StopParams, submit: pb.Submit) -> None:
+    """Set the stop fields of `submit`."""
+    submit.max_tokens = stop.max_tokens
+    submit.stop_token_ids[:] = sorted(stop.stop_token_ids)
+    submit.ignore_eos = stop.ignore_eos
+
+
+def stop_from_pb(submit: pb.Submit) -> StopParams:
+    """The stop fields of `submit`."""
+    return StopParams(max_tokens=submit.max_tokens, stop_token_ids=frozenset(submit.stop_token_ids),
+                      ignore_eos=submit.ignore_eos)
+
+
+def image_to_pb(content_hash: bytes, grid: Grid) -> pb.Image:
+    """An image by the hash of its pixels."""
+    return pb.Image(content_hash=content_hash, grid_t=grid.t, grid_h=grid.h, grid_w=grid.w)
+
+
+def image_from_pb(image: pb.Image) -> tuple[bytes, Grid]:
+    """(content hash, grid). Raises InvalidRequestError for a hash of another size or an empty grid."""
+    if len(image.content_hash) != CONTENT_HASH_BYTES:
+        raise InvalidRequestError(f"an image's content hash has {len(image.content_hash)} bytes; it must have "
+                                  f"{CONTENT_HASH_BYTES}", field="images")
+    if not (image.grid_t and image.grid_h and image.grid_w):
+        raise InvalidRequestError(f"an image's grid is {image.grid_t} x {image.grid_h} x {image.grid_w}; no side may be 0",
+                                  field="images")
+    return image.content_hash, Grid(t=image.grid_t, h=image.grid_h, w=image.grid_w)
+
+
+def load_to_pb(load: EngineLoad, *, draining: bool) -> pb.Load:
+    """A replica's load for the wire."""
+    return pb.Load(waiting=load.waiting, running=load.running, parked=load.parked, free_blocks=load.free_blocks,
+                   free_state_slots=load.free_state_slots, draining=draining)
+
+
+def error_code(error: SlipstreamError) -> pb.ErrorCode.ValueType:
+    """The wire's code of an exception; what has no row of its own is internal."""
+    return next(code for kind, code in _CODES if isinstance(error, kind))
+
+
+def failed_to_pb(handle: int, attempt: int, error: SlipstreamError) -> pb.Failed:
+    """How a worker tells the router that a leg failed. `retry_after_seconds` is rounded up to a millisecond."""
+    return pb.Failed(handle=handle, attempt=attempt, code=error_code(error), message=error.message,
+                     retry_after_ms=math.ceil(1000 * (error.retry_after_seconds or 0.0)))
+
+
+def failed_from_pb(failed: pb.Failed) -> SlipstreamError:
+    """The exception that a worker reported; an unknown code becomes an InternalError."""
+    kind = _KINDS.get(failed.code, InternalError)
+    return kind(failed.message, retry_after_seconds=failed.retry_after_ms / 1000 if failed.retry_after_ms else None)
