@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import tomllib
 import types
 import typing
@@ -58,6 +59,8 @@ class PoolConfig:
     replicas: int = 1
     cpus: float = 1.0
     """Ray CPUs that each replica reserves."""
+    gpus: int = 0
+    """Ray GPUs that each replica reserves; its process sees these and no others."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment of the worker processes, set before they import anything."""
 
@@ -67,6 +70,7 @@ class TransferConfig:
     """[transfer]: the cache-store channel between prefill and decode."""
 
     channel: str = "grpc"
+    """How the bytes travel; `grpc` is the only channel yet."""
     lease_seconds: float = 30.0
     """How long prefill keeps a finished prompt that no decode replica has taken."""
     parked_fraction: float = 0.25
@@ -84,11 +88,15 @@ class RouterConfig:
     """[router]: the front door and its limits."""
 
     replicas: int = 1
+    """Router processes."""
     host: str = "127.0.0.1"
+    """Address that HTTP listens on; `0.0.0.0`: every interface."""
     port: int = 8000
-    """0: any free port."""
+    """0: any free port. The second router of a deployment listens on the port after it, and so on."""
     cpus: float = 0.5
+    """Ray CPUs that each router reserves."""
     max_body_bytes: int = 64 << 20
+    """Longest HTTP request body."""
     max_images: int = 16
     """Per request."""
     max_image_pixels: int = 64_000_000
@@ -111,8 +119,12 @@ class RayConfig:
     """An existing cluster, or empty: start one on this machine and end it with the deployment."""
     cpus: float = 0.0
     """CPUs that a cluster started here offers; 0: as many as the deployment asks for."""
+    placement_seconds: float = 8.0
+    """Longest wait for room; raise it where nodes join on demand."""
     start_seconds: float = 300.0
     """Longest wait for every process to be ready."""
+    log_dir: str = ""
+    """Folder of the processes' logs; empty: one in the system's temporary folder, removed after a clean end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,6 +252,10 @@ def _check(config: Config) -> None:
         if not any(pool.role is role and pool.replicas > 0 for pool in config.pools.values()):
             raise ConfigError(f"no pool has role {role.value}; add one: [pools.{role.value}] role = \"{role.value}\"",
                               field="pools")
+    for name in config.pools:
+        if name == "router" or not re.fullmatch(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", name):
+            raise ConfigError(f"pools.{name}: a pool's name is made of a-z, 0-9 and inner dashes, and is not `router`; "
+                              "its replicas are called NAME-0, NAME-1 and so on", field="pools")
     engine = config.engine
     positive = {
         "engine.block_size": engine.block_size, "engine.kv_cache_tokens": engine.kv_cache_tokens,

@@ -108,6 +108,18 @@ class LeaseExpiredError(UnavailableError):
     code = "lease_expired"
 
 
+class LaunchError(SlipstreamError):
+    """A process of the deployment did not start, or nothing serves where it was looked for; the text says what to look at."""
+
+    code = "launch"
+
+
+class PlacementError(LaunchError):
+    """Ray has no room for a process; names the bundle and what every node lacks."""
+
+    code = "placement"
+
+
 class DeadlineError(SlipstreamError):
     """The request's deadline passed before it ended."""
 

@@ -1,7 +1,7 @@
 """What the `__main__` of every process does alike: arguments, logging, the ready line, stop signals. Knows no role.
 
 A process announces itself with one JSON line on stdout when it serves, logs to stderr, drains on the first SIGTERM or
-SIGINT and then exits 0.
+SIGINT and then exits 0. A process whose launcher holds its stdin (`--exit-with-parent`) does not outlive the launcher.
 """
 
 from __future__ import annotations
@@ -9,13 +9,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
 
 from slipstream import config as config_module
 from slipstream.config import Config
 from slipstream.observability import logs
+
+ORPHAN_SECONDS = 2.0
+"""How long a process that lost its launcher may take to end in order."""
 
 
 def parser(name: str, description: str) -> argparse.ArgumentParser:
@@ -24,6 +30,8 @@ def parser(name: str, description: str) -> argparse.ArgumentParser:
     result.add_argument("--config", type=Path, help="TOML configuration file")
     result.add_argument("--config-json", help="the whole configuration as JSON (how the supervisor passes it)")
     result.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override one configuration value")
+    result.add_argument("--exit-with-parent", action="store_true",
+                        help="end when stdin ends: a launcher keeps the other end of the pipe")
     result.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     return result
 
@@ -31,9 +39,20 @@ def parser(name: str, description: str) -> argparse.ArgumentParser:
 def start(arguments: argparse.Namespace, process: str) -> Config:
     """Set up logging and read the configuration. Raises ConfigError."""
     logs.configure(process, arguments.log_level)
+    if arguments.exit_with_parent:
+        threading.Thread(target=_watch_parent, name="parent-watch", daemon=True).start()
     if arguments.config_json:
         return config_module.from_dict(json.loads(arguments.config_json))
     return config_module.load(arguments.config, arguments.set)
+
+
+def _watch_parent() -> None:
+    """A pipe rather than PR_SET_PDEATHSIG: it works from any thread of the launcher and cannot be missed before we look."""
+    while os.read(0, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(ORPHAN_SECONDS)
+    os._exit(1)
 
 
 def announce(**fields: object) -> None:

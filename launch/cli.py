@@ -1,0 +1,123 @@
+"""The `slipstream` command. Each command imports what it needs when it runs, so that `--help` is immediate."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from slipstream.errors import ConfigError, SlipstreamError
+
+if TYPE_CHECKING:
+    from slipstream.config import Config
+
+app = typer.Typer(name="slipstream", help="Serve Qwen models with prefill and decode in separate processes.",
+                  no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML configuration file; docs/config.md lists every key.")]
+Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="a.b=c", help="Override one value; may be repeated.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print what the router says, as JSON.")]
+Url = Annotated[str, typer.Option("--url", help="Where a router listens.")]
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+def main() -> None:
+    """Entry point: failures of ours are one paragraph on stderr and exit status 2 (configuration) or 1, never a traceback."""
+    try:
+        app()
+    except ConfigError as error:
+        _fail(error, 2)
+    except SlipstreamError as error:
+        _fail(error, 1)
+
+
+@app.command()
+def demo(config: ConfigFile = None, set_: Overrides = None) -> None:
+    """Ask a small deployment three questions.
+
+    Starts one prefill, one decode and one router process (or what --config says), checks the answers and shuts down.
+    """
+    from rich.console import Console
+
+    from launch import serve
+    from launch.demo import Demo
+
+    console = Console()
+    # Any free port: a demo must not collide with a deployment that is up.
+    settings = _config(config, ["router.port=0", *(set_ or [])])
+    raise typer.Exit(_with_ray(lambda: serve.run(settings, console, Demo(console).run)))
+
+
+@app.command("serve")
+def serve_(config: ConfigFile = None, set_: Overrides = None) -> None:
+    """Keep a deployment up until Ctrl-C.
+
+    The first Ctrl-C or SIGTERM drains, the second one stops at once.
+    """
+    from rich.console import Console
+
+    from launch import serve
+
+    settings = _config(config, set_ or [])
+    raise typer.Exit(_with_ray(lambda: serve.run(settings, Console(), serve.until_stopped)))
+
+
+@app.command()
+def status(url: Url = DEFAULT_URL, json_: AsJson = False) -> None:
+    """Show replicas, health and load. Exit status 1 when the deployment takes no requests."""
+    from launch import client
+    from launch.status import show
+
+    fields = client.get(url, "/status")
+    problem = client.health(url)
+    show(url, fields, problem, as_json=json_)
+    raise typer.Exit(1 if problem else 0)
+
+
+@app.command()
+def chat(
+    text: Annotated[str, typer.Argument(help="What to ask.")],
+    image: Annotated[list[Path] | None, typer.Option("--image", help="A PNG, JPEG or WebP file; may be repeated.")] = None,
+    url: Url = DEFAULT_URL,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 512,
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.0,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show latencies and bytes moved, on stderr.")] = False,
+) -> None:
+    """Ask one question and stream the answer to stdout."""
+    from launch import client
+
+    answer = client.Answer()
+    messages = [client.user_message(text, image or [])]
+    for piece in client.stream_chat(url, messages, answer, max_tokens=max_tokens, temperature=temperature):
+        typer.echo(piece, nl=False)
+        sys.stdout.flush()
+    typer.echo()
+    if verbose:
+        from launch.demo import measures
+
+        typer.echo(measures(answer), err=True)
+
+
+def _config(path: Path | None, overrides: list[str]) -> Config:
+    from slipstream import config
+
+    return config.load(path, overrides)
+
+
+def _with_ray(run: Callable[[], int]) -> int:
+    try:
+        return run()
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise ConfigError("Ray is not installed here; pip install 'slipstream[ray]', or start the processes yourself "
+                          "with python -m prefill, python -m decode and python -m router") from error
+
+
+def _fail(error: SlipstreamError, status: int) -> Any:
+    typer.echo(f"slipstream: {error}", err=True)
+    sys.exit(status)

@@ -1,0 +1,101 @@
+"""A deployment in the foreground: starts it, lets something run in it, and ends it on a signal. Knows no command line."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from typing import Any, TypeVar
+
+from rich.console import Console
+
+from launch.supervisor import Supervisor
+from slipstream.config import Config
+
+T = TypeVar("T")
+
+INTERRUPTED = 130
+"""Exit status after a second Ctrl-C, as a shell reports it."""
+
+Body = Callable[[tuple[str, ...], asyncio.Event], Awaitable[int]]
+"""What to do once the deployment serves: gets the URLs and an event that asks it to end; returns the exit status."""
+
+
+def run(config: Config, console: Console, body: Body) -> int:
+    """Start the deployment, run `body`, drain and end everything; the exit status. Raises SlipstreamError if it cannot start.
+
+    The first SIGINT or SIGTERM asks `body` to end and drains; the second one ends what is left at once.
+    """
+    return asyncio.run(_run(config, console, body))
+
+
+async def until_stopped(urls: tuple[str, ...], stop: asyncio.Event) -> int:
+    """The body of `slipstream serve`."""
+    await stop.wait()
+    return 0
+
+
+async def _run(config: Config, console: Console, body: Body) -> int:
+    stop, hurry = asyncio.Event(), asyncio.Event()
+    _on_signals(stop, hurry, console)
+    started = time.monotonic()
+
+    def report(text: str) -> None:
+        console.print(f"{time.monotonic() - started:6.1f} s  {text}", markup=False, highlight=False, soft_wrap=True)
+
+    supervisor = Supervisor(config, report)
+    status = 1
+    try:
+        with _waiting(console, supervisor):
+            urls = await _unless(stop, supervisor.start())
+        if urls is None:
+            return 0
+        report(f"ready at {', '.join(urls)}; logs: {supervisor.log_dir}")
+        status = await body(urls, stop)
+    finally:
+        if not await supervisor.stop(hurry):
+            status = INTERRUPTED if hurry.is_set() else status or 1
+    return status
+
+
+def _on_signals(stop: asyncio.Event, hurry: asyncio.Event, console: Console) -> None:
+    def on_signal() -> None:
+        if stop.is_set():
+            hurry.set()
+            return
+        console.print("\nstopping; press Ctrl-C again to stop at once", markup=False, highlight=False)
+        stop.set()
+
+    for name in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(name, on_signal)
+
+
+async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`, or None if `stop` comes first."""
+    task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if task.done():
+        return await task
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    return None
+
+
+@contextlib.contextmanager
+def _waiting(console: Console, supervisor: Supervisor) -> Iterator[None]:
+    """A spinner that names what does not serve yet; nothing where the output is no terminal."""
+    async def update() -> None:
+        while True:
+            names = supervisor.waiting_for()
+            spinner.update(f"waiting for {', '.join(names)}" if names else "waiting until the router has found its workers")
+            await asyncio.sleep(0.2)
+
+    with console.status("starting") as spinner:
+        task = asyncio.create_task(update())
+        try:
+            yield
+        finally:
+            task.cancel()

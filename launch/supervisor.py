@@ -1,0 +1,237 @@
+"""Keeps a deployment alive: places its processes, waits until they serve, restarts those that die, drains and ends them.
+
+Knows nothing of tokens or requests; what runs where is `launch.placement`'s business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray.exceptions
+
+from launch import client, placement
+from launch.child import describe
+from launch.directory import Directory, Endpoint
+from launch.members import Member, members
+from slipstream.config import Config
+from slipstream.errors import LaunchError, SlipstreamError
+from slipstream.rpc.server import join_address, listen, new_server
+from slipstream.v1 import directory_pb2_grpc
+
+WORKER_STOP_SECONDS = 10.0
+FIRST_BACKOFF_SECONDS = 0.5
+LAST_BACKOFF_SECONDS = 30.0
+STEADY_SECONDS = 60.0
+"""A process that served this long starts again without delay."""
+
+
+@dataclass
+class _Running:
+    """A process that Ray has placed, as the supervisor sees it."""
+
+    place: placement.Place
+    epoch: int = 0
+    host: Any = None
+    """The Host actor of this epoch."""
+    ready: dict[str, Any] | None = None
+    """Its ready line; None while it does not serve."""
+    since: float = 0.0
+
+    @property
+    def member(self) -> Member:
+        return self.place.member
+
+
+class Supervisor:
+    """One deployment, from `start` to `stop`; `report` gets a line of text for people whenever something happens."""
+
+    def __init__(self, config: Config, report: Callable[[str], None]) -> None:
+        self._config = config
+        self._report = report
+        self._members = members(config)
+        self._directory = Directory()
+        self._server = new_server()
+        self._opening: asyncio.Task[placement.Session] | None = None
+        self._running: list[_Running] = []
+        self._keepers: list[asyncio.Task[None]] = []
+        self._stopping = False
+        self._local = True
+        self._directory_address = ""
+        self._failed = False
+        self.log_dir = Path(config.ray.log_dir or tempfile.mkdtemp(prefix="slipstream-logs-"))
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """HTTP addresses of the routers that serve."""
+        routers = [one for one in self._running if one.member.role is None]
+        return tuple(f"http://{one.ready['http']}" for one in routers if one.ready is not None)
+
+    def waiting_for(self) -> list[str]:
+        """Names of the processes that do not serve yet."""
+        served = {one.member.name for one in self._running if one.ready is not None}
+        return [member.name for member in self._members if member.name not in served]
+
+    async def start(self) -> tuple[str, ...]:
+        """Start everything and return the routers' URLs once each of them can take requests.
+
+        Raises PlacementError when there is no room, LaunchError (with the end of its log) when a process ends or is late.
+        """
+        deadline = time.monotonic() + self._config.ray.start_seconds
+        try:
+            await self._place()
+            await asyncio.gather(*(self._launch(one, deadline) for one in self._running))
+            for one in self._running:
+                self._keepers.append(asyncio.create_task(self._keep(one), name=f"keep {one.member.name}"))
+            await asyncio.gather(*(self._healthy(url, deadline) for url in self.urls))
+        except Exception:
+            self._failed = True
+            raise
+        return self.urls
+
+    async def stop(self, hurry: asyncio.Event) -> bool:
+        """Drain the routers, then the workers, give the places back and end the Ray session if it was started here.
+
+        Setting `hurry`, at any time, ends what is left without draining. True: every process ended in order.
+        """
+        self._stopping = True
+        routers = [one for one in self._running if one.member.role is None]
+        workers = [one for one in self._running if one.member.role is not None]
+        draining = asyncio.create_task(self._drain(routers, workers))
+        hurried = asyncio.create_task(hurry.wait())
+        await asyncio.wait({draining, hurried}, return_when=asyncio.FIRST_COMPLETED)
+        hurried.cancel()
+        draining.cancel()
+        await asyncio.gather(draining, return_exceptions=True)
+        clean = not self._failed and not hurry.is_set()
+        await self._close(keep_logs=not clean)
+        return clean
+
+    # -- starting ----------------------------------------------------------------------------------------------------
+
+    async def _place(self) -> None:
+        config = self._config.ray
+        cpus = config.cpus or sum(one.cpus for one in self._members)
+        gpus = sum(one.gpus for one in self._members)
+        self._report(f"joining the Ray cluster at {config.address}" if config.address else "starting Ray on this machine")
+        self._opening = asyncio.create_task(asyncio.to_thread(placement.Session, config.address, cpus=cpus, gpus=gpus))
+        session = await asyncio.shield(self._opening)
+        deployment = f"slipstream-{uuid.uuid4().hex[:8]}"
+        places = await asyncio.to_thread(placement.reserve, self._members, deployment, config.placement_seconds)
+        self._running = [_Running(place) for place in places]
+        self._local = session.is_local
+        host = "127.0.0.1" if self._local else placement.own_address()
+        directory_pb2_grpc.add_DirectoryServicer_to_server(self._directory, self._server)
+        self._directory_address = await listen(self._server, join_address(host, 0))
+
+    async def _launch(self, one: _Running, deadline: float) -> None:
+        """Start the next epoch of a process and wait until it serves."""
+        member, started = one.member, time.monotonic()
+        one.epoch += 1
+        one.host = one.place.host()
+        host = "127.0.0.1" if self._local else str(await one.host.address.remote())
+        arguments = member.arguments(host=host, epoch=one.epoch, directory=self._directory_address)
+        await one.host.start.remote(arguments, dict(member.env), member.gpus, str(self.log_dir / f"{member.name}.log"))
+        try:
+            ready: dict[str, Any] = await one.host.ready.remote(max(1.0, deadline - time.monotonic()))
+        except ray.exceptions.RayTaskError as error:
+            raise _own(error) from error
+        one.ready, one.since = ready, time.monotonic()
+        where = ready["address"] if member.role is not None else ready["http"]
+        self._report(f"{member.name} serves at {where} (pid {ready['pid']}, {one.since - started:.1f} s)")
+        if member.role is not None:
+            self._directory.put(Endpoint(replica_id=member.name, role=member.role, address=where, epoch=one.epoch))
+
+    async def _healthy(self, url: str, deadline: float) -> None:
+        """Wait until a router has found its workers."""
+        while True:
+            problem = await asyncio.to_thread(client.health, url)
+            if not problem:
+                return
+            if time.monotonic() > deadline:
+                raise LaunchError(f"{url} is not healthy after {self._config.ray.start_seconds:.0f} s: {problem}")
+            await asyncio.sleep(0.05)
+
+    # -- keeping -----------------------------------------------------------------------------------------------------
+
+    async def _keep(self, one: _Running) -> None:
+        """Restart a process whenever it ends, with a new epoch and, if it keeps ending, growing pauses."""
+        backoff = FIRST_BACKOFF_SECONDS
+        while not self._stopping:
+            how = await self._ended(one)
+            if self._stopping:
+                return
+            one.ready = None
+            self._directory.remove(one.member.name)
+            if time.monotonic() - one.since > STEADY_SECONDS:
+                backoff = FIRST_BACKOFF_SECONDS
+            self._report(f"{one.member.name} ended with {how}; starting epoch {one.epoch + 1} in {backoff:g} s")
+            await asyncio.sleep(backoff)
+            backoff = min(backoff * 2, LAST_BACKOFF_SECONDS)
+            ray.kill(one.host)
+            try:
+                await self._launch(one, time.monotonic() + self._config.ray.start_seconds)
+            except (SlipstreamError, ray.exceptions.RayError) as error:
+                self._report(f"{one.member.name} did not start: {error}")
+                ray.kill(one.host)
+
+    async def _ended(self, one: _Running) -> str:
+        """Wait for the end of a process, or of the actor that holds it; says how it ended."""
+        try:
+            return describe(await one.host.wait.remote())
+        except ray.exceptions.RayError as error:
+            return f"the loss of its Ray actor ({type(error).__name__})"
+
+    # -- ending ------------------------------------------------------------------------------------------------------
+
+    async def _drain(self, routers: Sequence[_Running], workers: Sequence[_Running]) -> None:
+        await asyncio.gather(*(self._end(one, self._config.router.drain_seconds + 5) for one in routers))
+        await asyncio.gather(*(self._end(one, WORKER_STOP_SECONDS) for one in workers))
+
+    async def _end(self, one: _Running, grace_seconds: float) -> None:
+        if one.ready is None:
+            return
+        self._directory.remove(one.member.name)
+        try:
+            code = await one.host.stop.remote(grace_seconds)
+        except ray.exceptions.RayError as error:
+            self._failed = True
+            self._report(f"{one.member.name} could not be stopped in order: {type(error).__name__}")
+            return
+        if code:
+            self._failed = True
+            self._report(f"{one.member.name} ended with {describe(code)}")
+
+    async def _close(self, *, keep_logs: bool) -> None:
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        self._directory.close()
+        await self._server.stop(grace=0.2)
+        if self._opening is not None:  # a session that is still being opened has to be open before it can be closed
+            with contextlib.suppress(SlipstreamError):
+                await asyncio.to_thread(self._give_back, await self._opening)
+        if keep_logs:
+            self._report(f"logs: {self.log_dir}")
+        elif not self._config.ray.log_dir:
+            shutil.rmtree(self.log_dir, ignore_errors=True)
+
+    def _give_back(self, session: placement.Session) -> None:
+        for one in self._running:
+            with contextlib.suppress(ray.exceptions.RayError):
+                one.place.release()
+        session.close()
+
+
+def _own(error: ray.exceptions.RayTaskError) -> SlipstreamError:
+    """The error of ours that an actor raised, without Ray's traceback around it."""
+    cause = error.cause if isinstance(error.cause, SlipstreamError) else None
+    return cause or LaunchError(str(error))
