@@ -1,0 +1,77 @@
+"""Counts what has been sent or has arrived of one prompt, tensor by tensor, and digests it. Knows no stream.
+
+Each tensor travels from its start to its end, so "exactly once" is "in order and complete".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import xxhash
+
+from cache_transfer.frames import Range
+from cache_transfer.layout import CacheLayout, Kind
+from cache_transfer.memory import CacheMemory, Landing
+from slipstream.errors import CoverageError, ProtocolError
+
+
+class Coverage:
+    """One prompt's progress on one side of one transfer."""
+
+    def __init__(self, layout: CacheLayout, num_tokens: int) -> None:
+        self.layout = layout
+        self.num_tokens = num_tokens
+        self.done = [0] * len(layout.tensors)
+        self.kv_bytes = 0
+        self.state_bytes = 0
+        self._digests = [xxhash.xxh3_128() for _ in layout.tensors]
+
+    def check(self, ranges: Sequence[Range]) -> None:
+        """Raise ProtocolError unless the ranges go on exactly where their tensors stand, inside the prompt."""
+        at = dict[int, int]()
+        for part in ranges:
+            if part.tensor >= len(self.done):
+                raise ProtocolError(f"tensor {part.tensor} of {len(self.done)}")
+            spec = self.layout.tensors[part.tensor]
+            expected = at.get(part.tensor, self.done[part.tensor])
+            end = part.first + part.units
+            if part.first != expected or not part.units or end > self.layout.units(spec, self.num_tokens):
+                raise ProtocolError(f"{spec.name}: got units {part.first} to {end}, expected to go on from {expected} up to "
+                                    f"{self.layout.units(spec, self.num_tokens)}")
+            at[part.tensor] = end
+
+    def add(self, ranges: Sequence[Range], memory: CacheMemory, where: Landing) -> None:
+        """Count ranges that were checked, and digest them as they lie in this side's memory: before sending, after landing."""
+        for part in ranges:
+            spec = self.layout.tensors[part.tensor]
+            size = memory.range_bytes(part)
+            digest = self._digests[part.tensor]
+            for piece in memory.pieces(where, part):
+                digest.update(piece)
+            self.done[part.tensor] = part.first + part.units
+            if spec.kind is Kind.KV:
+                self.kv_bytes += size
+            else:
+                self.state_bytes += size
+
+    @property
+    def complete(self) -> bool:
+        """True if every row and every byte has been counted."""
+        return all(done == self.layout.units(spec, self.num_tokens)
+                   for done, spec in zip(self.done, self.layout.tensors, strict=True))
+
+    def digest(self) -> bytes:
+        """XXH3-128 over the tensors' digests, in layout order."""
+        return xxhash.xxh3_128_digest(b"".join(digest.digest() for digest in self._digests))
+
+    def verify(self, kv_bytes: int, state_bytes: int, digest: bytes) -> None:
+        """Raise CoverageError unless everything is here and is what the source says it sent."""
+        for done, spec in zip(self.done, self.layout.tensors, strict=True):
+            wanted = self.layout.units(spec, self.num_tokens)
+            if done != wanted:
+                raise CoverageError(f"{spec.name}: {done} of {wanted} units arrived")
+        if (kv_bytes, state_bytes) != (self.kv_bytes, self.state_bytes):
+            raise CoverageError(f"{self.kv_bytes} KV and {self.state_bytes} state bytes arrived, {kv_bytes} and {state_bytes} "
+                                "were sent")
+        if digest != self.digest():
+            raise CoverageError("the digest of the bytes that arrived differs from the digest of those that were sent")

@@ -1,0 +1,87 @@
+"""The frames of a Transfer stream: one kind byte, then a Control message or a table of ranges and their bytes.
+
+Data frame, little endian:  u8 kind | u32 count | count x (u32 tensor, u64 first, u64 units) | payload.
+The payload holds the ranges one after the other; a kv range goes block by block, keys then values of the rows in each block.
+Knows no memory: it finds where a payload lies, and never copies it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+
+from cache_transfer.handoff import VERSION, Handoff, HandoffChoice
+from slipstream.errors import ProtocolError
+from slipstream.types import MropeState
+from slipstream.v1 import cache_store_pb2 as pb
+
+_CONTROL, _DATA = 0, 1
+_HEAD = struct.Struct("<BI")
+_RANGE = struct.Struct("<IQQ")
+MAX_RANGES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Units [first, first + units) of a tensor: token rows of a kv tensor, bytes of a state."""
+
+    tensor: int
+    first: int
+    units: int
+
+
+def control(**message: object) -> bytes:
+    """A Control frame: `control(begin=pb.Begin(...))`."""
+    return bytes((_CONTROL,)) + pb.Control(**message).SerializeToString()  # type: ignore[arg-type]
+
+
+def data_header(ranges: Sequence[Range]) -> bytes:
+    """What stands before the payload."""
+    return _HEAD.pack(_DATA, len(ranges)) + b"".join(_RANGE.pack(r.tensor, r.first, r.units) for r in ranges)
+
+
+def parse(frame: bytes) -> pb.Control | tuple[list[Range], memoryview]:
+    """A Control message, or the ranges and the payload of a data frame. Raises ProtocolError."""
+    if not frame:
+        raise ProtocolError("an empty frame on a Transfer stream")
+    if frame[0] == _CONTROL:
+        try:
+            return pb.Control.FromString(frame[1:])
+        except DecodeError as error:
+            raise ProtocolError(f"a control frame that is no Control message: {error}") from error
+    if frame[0] != _DATA:
+        raise ProtocolError(f"a frame of unknown kind {frame[0]}")
+    try:
+        _, count = _HEAD.unpack_from(frame)
+        if count > MAX_RANGES:
+            raise ProtocolError(f"a data frame of {count} ranges; the limit is {MAX_RANGES}")
+        ranges = [Range(*_RANGE.unpack_from(frame, _HEAD.size + i * _RANGE.size)) for i in range(count)]
+    except struct.error as error:
+        raise ProtocolError(f"a data frame of {len(frame)} bytes is too short for its table") from error
+    return ranges, memoryview(frame)[_HEAD.size + count * _RANGE.size :]
+
+
+def handoff_to_pb(handoff: Handoff) -> pb.Handoff:
+    """For the wire."""
+    return pb.Handoff(
+        version=VERSION, request_id=handoff.request_id, prompt_tokens=handoff.prompt_tokens,
+        state_token_count=handoff.state_token_count, cached_tokens=handoff.cached_tokens,
+        choices=[pb.Choice(first_token=choice.first_token, finished=choice.finished) for choice in handoff.choices],
+        mrope_delta=handoff.mrope.delta, mrope_last_position=handoff.mrope.last_position)
+
+
+def handoff_from_pb(message: pb.Handoff) -> Handoff:
+    """From the wire. Raises ProtocolError for another version or a malformed record."""
+    if message.version != VERSION:
+        raise ProtocolError(f"a Handoff of version {message.version}; this side speaks {VERSION}")
+    if len(message.mrope_last_position) != 3 or not message.choices:
+        raise ProtocolError("a Handoff without three position axes and at least one choice")
+    t, h, w = message.mrope_last_position
+    return Handoff(
+        request_id=message.request_id, prompt_tokens=message.prompt_tokens, state_token_count=message.state_token_count,
+        cached_tokens=message.cached_tokens,
+        choices=tuple(HandoffChoice(first_token=choice.first_token, finished=choice.finished) for choice in message.choices),
+        mrope=MropeState(delta=message.mrope_delta, last_position=(t, h, w)))

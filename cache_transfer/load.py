@@ -1,0 +1,213 @@
+"""Destination side: opens a Transfer, lands its bytes, verifies that nothing is missing. Knows no scheduler.
+
+When `CacheLoader.load` has ended, however it ended, nothing writes into the landing any more: bytes are landed between two
+awaits of the coroutine itself, so there is no other writer to wait for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+
+from cache_transfer import frames
+from cache_transfer.channels.base import Channel
+from cache_transfer.coverage import Coverage
+from cache_transfer.handoff import Handoff
+from cache_transfer.layout import differences
+from cache_transfer.memory import CacheMemory, Landing
+from slipstream.config import TransferConfig
+from slipstream.errors import (
+    BusyError,
+    CoverageError,
+    DeadlineError,
+    IncompatibleError,
+    ProtocolError,
+    SlipstreamError,
+    TransferError,
+    by_code,
+)
+from slipstream.rpc.channel import connect
+from slipstream.v1 import cache_store_pb2 as pb
+from slipstream.v1 import cache_store_pb2_grpc as pb_grpc
+
+logger = logging.getLogger(__name__)
+
+_HEARD_SECONDS = 1.0
+TRANSFER_METHOD = "/slipstream.cache_store.v1.CacheStore/Transfer"
+
+Call = grpc.aio.StreamStreamCall[bytes, bytes]
+Admit = Callable[[int], Awaitable[Landing | None]]
+"""Prompt tokens -> where they may land, or None: no memory now."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A prompt whose bytes are here and verified. The source keeps its copy until `close`."""
+
+    handoff: Handoff
+    kv_bytes: int
+    state_bytes: int
+    seconds: float
+    """From Begin to the last verified byte."""
+    call: Call
+
+    async def close(self, *, committed: bool) -> None:
+        """Tell the source that its copy may go. Never raises: a source that died needs no telling."""
+        try:
+            await self.call.write(frames.control(done=pb.Done(committed=committed)))
+            await self.call.done_writing()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            logger.info("the source left before it heard Done: %s", error)
+            self.call.cancel()
+
+
+class CacheLoader:
+    """One per rank. Remembers with whom it has said Hello."""
+
+    def __init__(self, memory: CacheMemory, channel: Channel, *, replica_id: str, epoch: int, rank: int,
+                 config: TransferConfig) -> None:
+        self._memory = memory
+        self._path = channel
+        self._config = config
+        layout = memory.layout
+        self._hello = pb.HelloRequest(replica_id=replica_id, epoch=epoch, rank=rank,
+                                      layout=pb.Layout(hash=layout.hash, fields=layout.fields()))
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._greeted: dict[str, int] = {}  # address -> epoch
+
+    async def close(self) -> None:
+        """Close every connection; loads that still run fail."""
+        for channel in self._channels.values():
+            await channel.close()
+        self._channels.clear()
+
+    async def load(self, addresses: Sequence[str], *, transfer_id: str, attempt: int, source_epoch: int, request_id: str,
+                   remaining_seconds: float, admit: Admit) -> Loaded:
+        """Bring a prompt's state here. `addresses`: the CacheStore of each source rank.
+
+        Raises BusyError if `admit` gave None, DeadlineError, IncompatibleError, CoverageError, the error that the source names,
+        or TransferError for a lost link. Cancelling it tells the source.
+        """
+        if len(addresses) != 1:
+            raise IncompatibleError(f"the source has {len(addresses)} ranks; this destination reads from one")
+        channel = self._channels.setdefault(addresses[0], connect(addresses[0]))
+        await self._greet(addresses[0], channel, source_epoch)
+        call: Call = channel.stream_stream(TRANSFER_METHOD)(timeout=max(0.001, remaining_seconds))
+        opened = pb.Open(transfer_id=transfer_id, attempt=attempt, epoch=source_epoch, request_id=request_id,
+                         compatibility_hash=self._memory.layout.hash, remaining_ms=max(1, int(remaining_seconds * 1000)))
+        done = False
+        try:
+            await call.write(frames.control(open=opened))
+            loaded = await self._receive(call, admit)
+            done = True
+            return loaded
+        except grpc.aio.AioRpcError as error:
+            self._greeted.pop(addresses[0], None)
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise DeadlineError("the deadline passed while the prompt's state was on its way") from error
+            raise TransferError(f"the Transfer from {addresses[0]} broke: {error.code().name} {error.details()}") from error
+        finally:
+            if not done:
+                call.cancel()
+
+    async def _greet(self, address: str, channel: grpc.aio.Channel, epoch: int) -> None:
+        """Hello, once per source and epoch. Raises IncompatibleError or TransferError."""
+        if self._greeted.get(address) == epoch:
+            return
+        try:
+            reply = await pb_grpc.CacheStoreStub(channel).Hello(self._hello, timeout=self._config.connect_seconds,
+                                                                wait_for_ready=True)
+        except grpc.aio.AioRpcError as error:
+            raise TransferError(f"no Hello from the cache store at {address} within {self._config.connect_seconds} s: "
+                                f"{error.code().name} {error.details()}") from error
+        if reply.epoch != epoch:
+            raise TransferError(f"{address} is {reply.replica_id} of epoch {reply.epoch}, not {epoch}: it has restarted")
+        differ = differences(self._memory.layout.fields(), dict(reply.layout.fields))
+        if differ or not reply.compatible:
+            raise IncompatibleError(f"{reply.replica_id} at {address} keeps its cache another way: {differ or reply.reason}")
+        self._greeted[address] = epoch
+
+    async def _receive(self, call: Call, admit: Admit) -> Loaded:
+        begin = await self._expect(call, "begin")
+        began = time.monotonic()
+        num_tokens = begin.begin.num_tokens
+        landing = await admit(num_tokens)
+        if landing is None:
+            await call.write(frames.control(busy=pb.Busy(reason="no memory for the prompt and its output")))
+            await call.done_writing()
+            raise BusyError("the decode replica has no memory for this request now", retry_after_seconds=0.1)
+        await call.write(frames.control(ready=pb.Ready()))
+        coverage = Coverage(self._memory.layout, num_tokens)
+        try:
+            return await self._land(call, landing, coverage, began)
+        except SlipstreamError as error:
+            if isinstance(error, ProtocolError | CoverageError):
+                await _tell(call, error)
+            raise
+
+    async def _land(self, call: Call, landing: Landing, coverage: Coverage, began: float) -> Loaded:
+        handoff: Handoff | None = None
+        while True:
+            frame = frames.parse(await _read(call))
+            if isinstance(frame, tuple):
+                ranges, payload = frame
+                coverage.check(ranges)
+                self._path.land(self._memory, landing, ranges, payload)
+                coverage.add(ranges, self._memory, landing)
+                continue
+            match frame.WhichOneof("message"):
+                case "handoff":
+                    handoff = frames.handoff_from_pb(frame.handoff)
+                case "failed":
+                    raise by_code(frame.failed.code, frame.failed.message)
+                case "sent":
+                    self._verify(handoff, coverage, frame.sent)
+                    assert handoff is not None
+                    return Loaded(handoff=handoff, kv_bytes=coverage.kv_bytes, state_bytes=coverage.state_bytes,
+                                  seconds=time.monotonic() - began, call=call)
+                case other:
+                    raise ProtocolError(f"{other} in the middle of a transfer")
+
+    def _verify(self, handoff: Handoff | None, coverage: Coverage, sent: pb.Sent) -> None:
+        if handoff is None:
+            raise CoverageError("the transfer ended without a Handoff")
+        if handoff.prompt_tokens != coverage.num_tokens or handoff.state_token_count != coverage.num_tokens:
+            raise CoverageError(f"the Handoff is for {handoff.prompt_tokens} tokens with a state after "
+                                f"{handoff.state_token_count}; the prompt has {coverage.num_tokens}")
+        if not handoff.finished:  # a finished prompt's bytes are not needed, and may not all have been sent
+            coverage.verify(sent.kv_bytes, sent.state_bytes, sent.digest)
+
+    async def _expect(self, call: Call, kind: str) -> pb.Control:
+        frame = frames.parse(await _read(call))
+        if isinstance(frame, tuple):
+            raise ProtocolError(f"data before {kind}")
+        if frame.WhichOneof("message") == "failed":
+            raise by_code(frame.failed.code, frame.failed.message)
+        if frame.WhichOneof("message") != kind:
+            raise ProtocolError(f"{frame.WhichOneof('message')} instead of {kind}")
+        return frame
+
+
+async def _read(call: Call) -> bytes:
+    frame = await call.read()
+    if not isinstance(frame, bytes):  # grpc's EOF marker
+        raise TransferError("the source ended the Transfer before it was complete")
+    return frame
+
+
+async def _tell(call: Call, error: SlipstreamError) -> None:
+    """Say why, and wait a moment for the source to have heard it: a cancel on its heels could overtake the reason."""
+    try:
+        await call.write(frames.control(failed=pb.Failed(code=error.code, message=error.message)))
+        await call.done_writing()
+        async with asyncio.timeout(_HEARD_SECONDS):
+            while isinstance(await call.read(), bytes):
+                pass
+    except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
+        logger.info("the source left before it heard of the failure: %s", error.code)

@@ -1,0 +1,143 @@
+"""Source side: the CacheStore service. Finds the prompt that a destination asks for; knows no engine.
+
+A destination may come before the prompt does (the router tells both sides at once): it waits for a bounded time. A prompt that
+was given up before its destination came leaves a tombstone, so that the destination hears of it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+
+import grpc
+import grpc.aio
+
+from cache_transfer import frames
+from cache_transfer.channels.base import Channel
+from cache_transfer.layout import differences
+from cache_transfer.memory import CacheMemory
+from cache_transfer.source import SourceTransfer, TransferListener
+from slipstream.config import TransferConfig
+from slipstream.errors import IncompatibleError, InvalidRequestError, ProtocolError, SlipstreamError, TransferError
+from slipstream.v1 import cache_store_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+SERVICE = "slipstream.cache_store.v1.CacheStore"
+_TOMBSTONES = 4096
+
+Context = grpc.aio.ServicerContext[bytes, bytes]
+
+
+class CacheStore:
+    """One per rank."""
+
+    def __init__(self, memory: CacheMemory, channel: Channel, *, replica_id: str, epoch: int, rank: int,
+                 config: TransferConfig) -> None:
+        self._memory = memory
+        self._path = channel
+        self._replica_id = replica_id
+        self._epoch = epoch
+        self._rank = rank
+        self._config = config
+        self._transfers: dict[str, SourceTransfer] = {}
+        self._tombstones: OrderedDict[str, SlipstreamError] = OrderedDict()
+        self._expected = asyncio.Condition()
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Register the service. Transfer carries raw frames: no serializer ever copies a payload."""
+        hello = grpc.unary_unary_rpc_method_handler(self._hello, request_deserializer=pb.HelloRequest.FromString,
+                                                    response_serializer=pb.HelloReply.SerializeToString)
+        transfer: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(self._transfer)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Hello": hello,
+                                                                                        "Transfer": transfer}),))
+
+    def expect(self, transfer_id: str, request_id: str, num_tokens: int, listener: TransferListener) -> SourceTransfer:
+        """Announce a prompt that will be computed. Raises InvalidRequestError if the id is in use, or why it was refused."""
+        if transfer_id in self._transfers:
+            raise InvalidRequestError(f"transfer id {transfer_id} is in use; every request needs its own", field="transfer_id")
+        if transfer_id in self._tombstones:
+            raise self._tombstones[transfer_id]
+        transfer = SourceTransfer(transfer_id, request_id, num_tokens, self._memory, self._path, listener,
+                                  lease_seconds=self._config.lease_seconds, frame_bytes=self._config.frame_bytes,
+                                  on_end=self._forget)
+        self._transfers[transfer_id] = transfer
+        self._notify()
+        return transfer
+
+    def refuse(self, transfer_id: str, error: SlipstreamError) -> None:
+        """The prompt will never come: whoever opens it, now or later, is told so at once."""
+        if transfer := self._transfers.get(transfer_id):
+            transfer.fail(error)
+            return
+        self._bury(transfer_id, error)
+        self._notify()
+
+    @property
+    def open_transfers(self) -> int:
+        """Prompts that are announced and not over."""
+        return len(self._transfers)
+
+    def _forget(self, transfer: SourceTransfer) -> None:
+        self._transfers.pop(transfer.transfer_id, None)
+        self._bury(transfer.transfer_id, transfer.error or TransferError(f"transfer {transfer.transfer_id} is over"))
+
+    def _bury(self, transfer_id: str, error: SlipstreamError) -> None:
+        self._tombstones[transfer_id] = error
+        while len(self._tombstones) > _TOMBSTONES:
+            self._tombstones.popitem(last=False)
+
+    def _notify(self) -> None:
+        async def notify() -> None:
+            async with self._expected:
+                self._expected.notify_all()
+
+        task = asyncio.get_running_loop().create_task(notify())
+        task.add_done_callback(lambda done: done.exception())
+
+    async def _hello(self, request: pb.HelloRequest, context: grpc.aio.ServicerContext[pb.HelloRequest, pb.HelloReply]
+                     ) -> pb.HelloReply:
+        layout = self._memory.layout
+        differ = differences(layout.fields(), dict(request.layout.fields))
+        if differ:
+            logger.warning("%s keeps its cache another way: %s", request.replica_id, differ)
+        return pb.HelloReply(replica_id=self._replica_id, epoch=self._epoch, rank=self._rank, compatible=not differ,
+                             reason=differ, layout=pb.Layout(hash=layout.hash, fields=layout.fields()))
+
+    async def _transfer(self, requests: AsyncIterator[bytes], context: Context) -> None:
+        async def read() -> bytes | None:
+            return await anext(requests, None)
+
+        try:
+            first = await read()
+            opened = frames.parse(first) if first is not None else None
+            if not isinstance(opened, pb.Control) or opened.WhichOneof("message") != "open":
+                raise ProtocolError("a Transfer stream starts with Open")
+            transfer = await self._find(opened.open)
+        except SlipstreamError as error:
+            await context.write(frames.control(failed=pb.Failed(code=error.code, message=error.message)))
+            return
+        try:
+            await transfer.serve(opened.open, read, context.write)
+        except SlipstreamError as error:
+            await context.write(frames.control(failed=pb.Failed(code=error.code, message=error.message)))
+
+    async def _find(self, opened: pb.Open) -> SourceTransfer:
+        """The transfer that Open names. Raises what makes it impossible."""
+        if opened.epoch != self._epoch:
+            raise TransferError(f"{self._replica_id} is of epoch {self._epoch}, not {opened.epoch}: it has restarted")
+        if opened.compatibility_hash != self._memory.layout.hash:
+            raise IncompatibleError(f"{self._replica_id} has compatibility hash {self._memory.layout.hash}, the destination "
+                                    f"{opened.compatibility_hash}")
+        name = opened.transfer_id
+        wait = min(opened.remaining_ms / 1000, self._config.lease_seconds)
+        try:
+            async with asyncio.timeout(wait), self._expected:
+                await self._expected.wait_for(lambda: name in self._transfers or name in self._tombstones)
+        except TimeoutError as error:
+            raise TransferError(f"no prompt came for transfer {name} within {wait:.1f} s") from error
+        if name in self._transfers:
+            return self._transfers[name]
+        raise self._tombstones[name]

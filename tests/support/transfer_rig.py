@@ -1,0 +1,103 @@
+"""A small hybrid layout with random contents, and a child process that serves it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import torch
+from torch import Tensor
+
+from cache_transfer.layout import CacheLayout, Kind
+from cache_transfer.memory import CacheMemory, Landing
+from slipstream.types import AttentionLayer, LinearLayer
+
+BLOCKS, SLOTS, BLOCK_SIZE = 64, 8, 4
+
+
+def layout(dtype: str = "float32", *, weights: str = "w1") -> CacheLayout:
+    linear = [LinearLayer(name=f"layers.{i}", key_heads=2, value_heads=4, key_head_size=8, value_head_size=8, conv_width=4)
+              for i in (0, 1)]
+    full = AttentionLayer(name="layers.2", kv_heads=2, head_size=16)
+    return CacheLayout(model_name="rig", weights_revision=weights, layers=(*linear, full, AttentionLayer(
+        name="layers.3", kv_heads=2, head_size=16)), block_size=BLOCK_SIZE, kv_dtype=dtype, conv_dtype=dtype)
+
+
+def tensors(of: CacheLayout, seed: int | None) -> dict[str, Tensor]:
+    """Random contents for a source, zeros (seed None) for a destination."""
+    generator = torch.Generator().manual_seed(seed or 0)
+    dtype = getattr(torch, of.kv_dtype)
+    found: dict[str, Tensor] = {}
+    for layer in of.layers:
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
+        if isinstance(layer, AttentionLayer):
+            shapes = {"kv": ((BLOCKS, 2, BLOCK_SIZE, layer.kv_heads, layer.head_size), dtype)}
+        else:
+            shapes = {"conv": ((SLOTS, sum(layer.conv_segments), layer.conv_width - 1), dtype),
+                      "recurrent": ((SLOTS, layer.value_heads, layer.key_head_size, layer.value_head_size), torch.float32)}
+        for kind, (shape, kind_dtype) in shapes.items():
+            values = torch.randn(shape, generator=generator) if seed is not None else torch.zeros(shape)
+            found[f"{layer.name}.{kind}"] = values.to(kind_dtype)
+    return found
+
+
+def rows(of: CacheLayout, held: dict[str, Tensor], where: Landing, count: int) -> dict[str, Tensor]:
+    """What a prompt of `count` tokens keeps, gathered by plain indexing: the oracle of the byte movers."""
+    found: dict[str, Tensor] = {}
+    for spec in of.tensors:
+        tensor = held[spec.name]
+        if spec.kind is Kind.KV:
+            token = torch.arange(count)
+            blocks = torch.tensor(where.blocks)[token // BLOCK_SIZE]
+            found[spec.name] = tensor[blocks, :, token % BLOCK_SIZE]
+        else:
+            assert where.state_slot is not None
+            found[spec.name] = tensor[where.state_slot]
+    return found
+
+
+class Source:
+    """The child's two pipes."""
+
+    def __init__(self, process: asyncio.subprocess.Process, address: str) -> None:
+        self.process = process
+        self.address = address
+
+    async def tell(self, **command: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command).encode() + b"\n")
+        await self.process.stdin.drain()
+
+    async def hear(self, event: str) -> dict[str, object]:
+        """The next line of this kind; lines of other kinds before it are passed over."""
+        assert self.process.stdout is not None
+        async with asyncio.timeout(20):
+            while line := await self.process.stdout.readline():
+                found: dict[str, object] = json.loads(line)
+                if found.get("event") == event:
+                    return found
+        raise AssertionError(f"the source ended before it said {event}")
+
+
+@asynccontextmanager
+async def source(**arguments: object) -> AsyncIterator[Source]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.support.transfer_child", json.dumps(arguments),
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(60):
+            first = json.loads(await process.stdout.readline())
+        yield Source(process, first["address"])
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+def destination(of: CacheLayout) -> tuple[CacheMemory, dict[str, Tensor]]:
+    held = tensors(of, None)
+    return CacheMemory(of, held), held
