@@ -1,0 +1,114 @@
+"""Encoded pictures to resized RGB pixels and their patch grid; knows no prompt.
+
+Limits are checked on the header, before anything is decoded. An alpha channel is composited on white; EXIF orientation is
+applied.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import math
+import warnings
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from slipstream.block_hash import content_hash
+from slipstream.checkpoint import ImageConfig
+from slipstream.errors import InvalidRequestError
+from slipstream.types import Grid
+
+MAX_ASPECT = 200
+MIN_SIDE = 3
+"""Pixels; a smaller picture shows nothing, and enlarging it would invent content."""
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """A picture as the model takes it."""
+
+    pixels: NDArray[np.uint8]
+    """[H, W, 3], both sides multiples of patch * merge."""
+    grid: Grid
+    content_hash: bytes
+    """16 bytes over size and pixels."""
+
+
+def from_data_url(url: str, field: str) -> bytes:
+    """The bytes of `data:image/...;base64,...`. Raises InvalidRequestError for anything else."""
+    if url.startswith(("http://", "https://")):
+        raise InvalidRequestError("pictures by http(s) URL are not fetched; send the picture itself as a data URL: "
+                                  "data:image/png;base64,...", field=field)
+    header, comma, payload = url.partition(",")
+    if not comma or not header.startswith("data:image/") or not header.endswith(";base64"):
+        raise InvalidRequestError("an image URL must be a data URL: data:image/png;base64,...", field=field)
+    try:
+        return base64.b64decode(payload, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InvalidRequestError(f"the data URL is not valid base64: {error}", field=field) from error
+
+
+def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+    """(height, width): the nearest multiples of `factor` whose area lies within the limits, aspect kept (Qwen2-VL's rule)."""
+    high, wide = round(height / factor) * factor, round(width / factor) * factor
+    high, wide = max(factor, high), max(factor, wide)
+    if high * wide > max_pixels:
+        shrink = math.sqrt(height * width / max_pixels)
+        high = max(factor, math.floor(height / shrink / factor) * factor)
+        wide = max(factor, math.floor(width / shrink / factor) * factor)
+    elif high * wide < min_pixels:
+        grow = math.sqrt(min_pixels / (height * width))
+        high, wide = math.ceil(height * grow / factor) * factor, math.ceil(width * grow / factor) * factor
+    return high, wide
+
+
+def decode(data: bytes, config: ImageConfig, *, max_pixels: int, field: str) -> Picture:
+    """Decode and resize. `max_pixels`: of the picture as it was sent.
+
+    Raises InvalidRequestError for what is no picture, is damaged, too small, too large, or longer than 200 times its width.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our own limit comes below, before decoding
+            image = Image.open(io.BytesIO(data), formats=_FORMATS)
+    except (UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError) as error:
+        raise InvalidRequestError(f"not a picture that can be read; send one of {', '.join(_FORMATS)}", field=field) from error
+    width, height = image.size
+    _check_size(height, width, max_pixels, field)
+    try:
+        rgb = _rgb(ImageOps.exif_transpose(image))
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise InvalidRequestError(f"the picture is damaged: {error}", field=field) from error
+    high, wide = smart_resize(rgb.height, rgb.width, config.factor, config.min_pixels, config.max_pixels)
+    if (rgb.width, rgb.height) != (wide, high):
+        rgb = rgb.resize((wide, high), Image.Resampling.BICUBIC)
+    pixels = np.array(rgb, dtype=np.uint8)
+    return Picture(pixels=pixels, grid=Grid(t=1, h=high // config.patch_size, w=wide // config.patch_size),
+                   content_hash=content_hash(high, wide, pixels.tobytes()))
+
+
+def _check_size(height: int, width: int, max_pixels: int, field: str) -> None:
+    if min(height, width) < MIN_SIDE:
+        raise InvalidRequestError(f"the picture is {width}x{height} pixels; both sides must have at least {MIN_SIDE}",
+                                  field=field)
+    if max(height, width) > MAX_ASPECT * min(height, width):
+        raise InvalidRequestError(f"the picture is {width}x{height} pixels; one side may be at most {MAX_ASPECT} times another",
+                                  field=field)
+    if height * width > max_pixels:
+        raise InvalidRequestError(f"the picture is {width}x{height} pixels; the limit is {max_pixels} in all", field=field)
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    """Opaque RGB; what is transparent shows white."""
+    if image.mode == "RGB":
+        return image
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        layer = image.convert("RGBA")
+        white = Image.new("RGBA", layer.size, (255, 255, 255, 255))
+        return Image.alpha_composite(white, layer).convert("RGB")
+    return image.convert("RGB")

@@ -1,0 +1,91 @@
+"""Text to token ids and back, from a checkpoint's tokenizer.json; knows no template and no request.
+
+Text of a user can hold the words of a special token (`<|im_end|>`, `<|image_pad|>`). `quote` breaks them with a marker that no
+text uses, templates carry the marker along, and `encode` takes it out again without ever seeing a special token there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from slipstream.errors import CheckpointError
+
+REPLACEMENT = "\ufffd"
+_MARK = "\ufdd0"  # a noncharacter: never part of a text
+
+
+class Tokenizer:
+    """Thread-safe."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises CheckpointError if the folder has no usable tokenizer.json."""
+        path = folder / "tokenizer.json"
+        try:
+            self._fast = FastTokenizer.from_file(str(path))
+            self._plain = FastTokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            raise CheckpointError(f"cannot read {path}: {error}") from error
+        self._plain.encode_special_tokens = True
+        self._specials = {token.content: id for id, token in self._fast.get_added_tokens_decoder().items() if token.special}
+        longest_first = sorted(self._specials, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+
+    def quote(self, text: str) -> str:
+        """Text in which no special token will be recognised by `encode`."""
+        text = text.replace(_MARK, "")
+        if self._pattern is None:
+            return text
+        return self._pattern.sub(lambda found: found[0][0] + _MARK + found[0][1:], text)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids; words of a special token become that token, unless they were quoted."""
+        if _MARK not in text or self._pattern is None:
+            ids: list[int] = self._fast.encode(text, add_special_tokens=False).ids
+            return ids
+        result: list[int] = []
+        position = 0
+        for special in self._pattern.finditer(text):
+            result += self._encode_plain(text[position : special.start()])
+            result.append(self._specials[special[0]])
+            position = special.end()
+        return result + self._encode_plain(text[position:])
+
+    def _encode_plain(self, text: str) -> list[int]:
+        ids: list[int] = self._plain.encode(text.replace(_MARK, ""), add_special_tokens=False).ids
+        return ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text without special tokens; bytes that are no UTF-8 become U+FFFD."""
+        text: str = self._fast.decode(list(tokens), skip_special_tokens=True)
+        return text
+
+
+class Detokenizer:
+    """One choice's text as its tokens come. Never shows part of a character, never takes text back."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._pending: list[int] = []  # tokens from the last shown piece on; the first `_context` of them are shown
+        self._context = 0
+
+    def add(self, tokens: Sequence[int]) -> str:
+        """The text that the tokens complete; empty while a character is cut."""
+        self._pending.extend(tokens)
+        return self._take(final=False)
+
+    def finish(self) -> str:
+        """What is left: bytes that never became a character are shown as U+FFFD."""
+        return self._take(final=True)
+
+    def _take(self, final: bool) -> str:
+        before = self._tokenizer.decode(self._pending[: self._context])
+        text = self._tokenizer.decode(self._pending)
+        if text.endswith(REPLACEMENT) and not final:
+            return ""
+        del self._pending[: self._context]
+        self._context = len(self._pending)
+        return text[len(before) :]
