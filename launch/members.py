@@ -79,6 +79,16 @@ def child_environment(inherited: Mapping[str, str], wanted: Mapping[str, str], g
     return result | dict(wanted)
 
 
+def check_room(wanted: Sequence[Member], cpus: float) -> None:
+    """Raise PlacementError if a machine that offers `cpus` CPUs, and that nobody can join, is too small for all of them."""
+    left = cpus
+    for member in wanted:
+        if member.cpus > left:
+            text = explain(member.name, {"CPU": member.cpus}, {"127.0.0.1": {"CPU": cpus}}, {"CPU": left})
+            raise PlacementError(f"{text}; ray.cpus says what this machine offers (0: as much as is needed)")
+        left -= member.cpus
+
+
 def explain(name: str, bundle: Mapping[str, float], nodes: Mapping[str, Mapping[str, float]], free: Mapping[str, float]) -> str:
     """Why `bundle` of process `name` has no place.
 

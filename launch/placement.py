@@ -1,25 +1,28 @@
-"""Where processes run: a Ray session, and per process a placement group and an actor that holds it. Knows no role's logic."""
+"""Where processes run: a Ray session, and per process a placement group and an actor that holds it. Knows no role's logic.
+
+Ray is imported inside functions: importing it changes the environment and the import path of the process.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import secrets
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from typing import TYPE_CHECKING, Any
 
 from launch import members, processes
 from launch.child import ChildProcess
-from slipstream.errors import LaunchError, PlacementError
+from launch.members import Member
+from slipstream.errors import LaunchError, PlacementError, SlipstreamError
+
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
 
 LONGEST_TEMP_PATH = 40
 """Ray puts sockets below its folder, and a socket's path may have 107 bytes."""
@@ -36,12 +39,17 @@ class Session:
         self._temp_dir: Path | None = None
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"  # masks are set in `child_environment`
-        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+        import ray
+
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
         try:
             if address:
                 ray.init(address=address, **quiet)
             else:
                 self._temp_dir = _short_temp_dir()
+                # Ray listens on every interface: only whoever holds this session's token may talk to it.
+                os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
                 ray.init(address="local", num_cpus=_whole(cpus), num_gpus=gpus, include_dashboard=False,
                          object_store_memory=OBJECT_STORE_BYTES, _temp_dir=str(self._temp_dir), **quiet)
         except (RuntimeError, ConnectionError, OSError, ValueError) as error:
@@ -50,12 +58,19 @@ class Session:
             raise LaunchError(f"cannot {place}: {error}") from error
 
     @property
+    def own_address(self) -> str:
+        """Of this machine, as the deployment's other nodes see it; loopback where there are none."""
+        return "127.0.0.1" if self._temp_dir is not None else _node_address()
+
+    @property
     def is_local(self) -> bool:
-        """True: everything runs on this machine, and loopback addresses will do."""
+        """True: the whole deployment runs on this machine."""
         return self._temp_dir is not None
 
     def close(self) -> None:
         """Leave the cluster; end it, with every process and file of it, if it was started here."""
+        import ray
+
         started = processes.descendants(os.getpid()) if self.is_local else ()
         if ray.is_initialized():
             ray.shutdown()
@@ -64,16 +79,97 @@ class Session:
             shutil.rmtree(self._temp_dir, ignore_errors=True)
 
 
-def _short_temp_dir() -> Path:
-    parent = tempfile.gettempdir()
-    name = "slipstream-ray-"
-    if len(parent) + len(name) + 9 > LONGEST_TEMP_PATH:
-        parent = "/tmp"
-    return Path(tempfile.mkdtemp(prefix=name, dir=parent))
+class Place:
+    """Room that Ray keeps for one process, and the actor that holds the process of the moment.
+
+    Every coroutine raises LaunchError when the actor, its node or the cluster is lost.
+    """
+
+    def __init__(self, member: Member, group: PlacementGroup) -> None:
+        self.member = member
+        self.group = group
+        self._host: Any = None
+
+    def new_host(self) -> None:
+        """Start an actor, which goes on in the background; one that was there is ended, and its process with it."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        self.kill()
+        options = {
+            "num_cpus": self.member.cpus, "num_gpus": self.member.gpus, "max_restarts": 0, "max_concurrency": 8,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=0),
+        }
+        self._host = ray.remote(Host).options(**options).remote(self.member.name)
+
+    async def address(self) -> str:
+        """Of the node, as other nodes see it."""
+        return str(await self._result(self._host.address.remote()))
+
+    async def start(self, arguments: Sequence[str], log_path: Path) -> None:
+        """Start `python -m` with `arguments`."""
+        member = self.member
+        await self._result(self._host.start.remote(list(arguments), dict(member.env), member.gpus, str(log_path)))
+
+    async def ready(self, timeout_seconds: float) -> dict[str, Any]:
+        """The process's ready line; LaunchError also when it ends first, or is late."""
+        fields: dict[str, Any] = await self._result(self._host.ready.remote(timeout_seconds))
+        return fields
+
+    async def wait(self) -> int:
+        """The process's exit status, once it has ended."""
+        return int(await self._result(self._host.wait.remote()))
+
+    async def stop(self, grace_seconds: float) -> int:
+        """Drain and end the process; its exit status."""
+        return int(await self._result(self._host.stop.remote(grace_seconds)))
+
+    def kill(self) -> None:
+        """End the actor at once; its process sees that and ends too."""
+        import ray
+
+        if self._host is not None:
+            ray.kill(self._host)
+            self._host = None
+
+    def release(self) -> None:
+        """Give the room back."""
+        from ray.util.placement_group import remove_placement_group
+
+        remove_placement_group(self.group)
+
+    async def _result(self, reference: Awaitable[Any]) -> Any:
+        import ray.exceptions
+
+        try:
+            return await reference
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause
+            raise (cause if isinstance(cause, SlipstreamError) else LaunchError(f"{self.member.name}: {error}")) from error
+        except ray.exceptions.RayError as error:
+            raise LaunchError(f"{self.member.name} lost its Ray actor: {type(error).__name__}") from error
 
 
-def _whole(cpus: float) -> int:
-    return max(1, -int(-cpus // 1))
+def reserve(wanted: Sequence[Member], deployment: str, wait_seconds: float) -> list[Place]:
+    """One place per member, all of them or none; blocks for at most about `wait_seconds`.
+
+    Raises PlacementError naming the first bundle that has no place and what each node lacks.
+    """
+    import ray
+    from ray.util.placement_group import placement_group
+
+    places = [Place(one, placement_group([one.bundle], strategy="STRICT_PACK", name=f"{deployment}/{one.name}"))
+              for one in wanted]
+    deadline = time.monotonic() + wait_seconds
+    missing = [place for place in places if not place.group.wait(max(0.1, deadline - time.monotonic()))]
+    if not missing:
+        return places
+    nodes = {str(node["NodeManagerAddress"]): dict(node["Resources"]) for node in ray.nodes() if node["Alive"]}
+    member = missing[0].member
+    text = members.explain(member.name, member.bundle, nodes, ray.available_resources())
+    for place in places:
+        place.release()
+    raise PlacementError(f"{text} (waited {wait_seconds:g} s; see ray.placement_seconds)")
 
 
 class Host:
@@ -85,10 +181,12 @@ class Host:
 
     def address(self) -> str:
         """Of this node, as the other nodes see it."""
-        return str(ray.util.get_node_ip_address())
+        return _node_address()
 
     def start(self, arguments: Sequence[str], env: Mapping[str, str], gpus: int, log_path: str) -> int:
         """Start `python -P -m` with `arguments` (-P: no module of the current folder is taken for ours); its pid."""
+        import ray
+
         ids = [str(one) for one in ray.get_gpu_ids()] if gpus else []
         environment = members.child_environment(os.environ, env, ids)
         command = [sys.executable, "-P", "-m", *arguments]
@@ -112,45 +210,18 @@ class Host:
         return self._child
 
 
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Room that Ray keeps for one process, over restarts of it."""
+def _node_address() -> str:
+    import ray
 
-    member: members.Member
-    group: PlacementGroup
-
-    def host(self) -> Any:
-        """A new Host actor in this place (its creation goes on in the background)."""
-        options = {
-            "num_cpus": self.member.cpus, "num_gpus": self.member.gpus, "max_restarts": 0, "max_concurrency": 8,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=0),
-        }
-        return ray.remote(Host).options(**options).remote(self.member.name)
-
-    def release(self) -> None:
-        """Give the room back; an actor that is still there is ended."""
-        remove_placement_group(self.group)
-
-
-def reserve(wanted: Sequence[members.Member], deployment: str, wait_seconds: float) -> list[Place]:
-    """One place per member, all of them or none; blocks for at most about `wait_seconds`.
-
-    Raises PlacementError naming the first bundle that has no place and what each node lacks.
-    """
-    places = [Place(member=one, group=placement_group([one.bundle], strategy="STRICT_PACK", name=f"{deployment}/{one.name}"))
-              for one in wanted]
-    deadline = time.monotonic() + wait_seconds
-    missing = [place for place in places if not place.group.wait(max(0.1, deadline - time.monotonic()))]
-    if not missing:
-        return places
-    for place in places:
-        place.release()
-    nodes = {str(node["NodeManagerAddress"]): dict(node["Resources"]) for node in ray.nodes() if node["Alive"]}
-    member = missing[0].member
-    text = members.explain(member.name, member.bundle, nodes, ray.available_resources())
-    raise PlacementError(f"{text} (waited {wait_seconds:g} s; see ray.placement_seconds)")
-
-
-def own_address() -> str:
-    """This node's address, as the other nodes see it."""
     return str(ray.util.get_node_ip_address())
+
+
+def _short_temp_dir() -> Path:
+    parent, name = tempfile.gettempdir(), "slipstream-ray-"
+    if len(parent) + len(name) + 9 > LONGEST_TEMP_PATH:
+        parent = "/tmp"
+    return Path(tempfile.mkdtemp(prefix=name, dir=parent))
+
+
+def _whole(cpus: float) -> int:
+    return max(1, -int(-cpus // 1))

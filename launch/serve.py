@@ -19,6 +19,9 @@ T = TypeVar("T")
 INTERRUPTED = 130
 """Exit status after a second Ctrl-C, as a shell reports it."""
 
+SAME_PRESS_SECONDS = 0.3
+"""Two signals closer than this are one wish: a terminal, or `timeout`, may signal both a process and its group."""
+
 Body = Callable[[tuple[str, ...], asyncio.Event], Awaitable[int]]
 """What to do once the deployment serves: gets the URLs and an event that asks it to end; returns the exit status."""
 
@@ -61,10 +64,15 @@ async def _run(config: Config, console: Console, body: Body) -> int:
 
 
 def _on_signals(stop: asyncio.Event, hurry: asyncio.Event, console: Console) -> None:
+    first = 0.0
+
     def on_signal() -> None:
+        nonlocal first
         if stop.is_set():
-            hurry.set()
+            if time.monotonic() - first > SAME_PRESS_SECONDS:
+                hurry.set()
             return
+        first = time.monotonic()
         console.print("\nstopping; press Ctrl-C again to stop at once", markup=False, highlight=False)
         stop.set()
 

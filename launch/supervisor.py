@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ray.exceptions
+import grpc.aio
 
 from launch import client, placement
 from launch.child import describe
 from launch.directory import Directory, Endpoint
-from launch.members import Member, members
+from launch.members import Member, check_room, members
 from slipstream.config import Config
 from slipstream.errors import LaunchError, SlipstreamError
 from slipstream.rpc.server import join_address, listen, new_server
@@ -40,8 +40,6 @@ class _Running:
 
     place: placement.Place
     epoch: int = 0
-    host: Any = None
-    """The Host actor of this epoch."""
     ready: dict[str, Any] | None = None
     """Its ready line; None while it does not serve."""
     since: float = 0.0
@@ -59,7 +57,7 @@ class Supervisor:
         self._report = report
         self._members = members(config)
         self._directory = Directory()
-        self._server = new_server()
+        self._server: grpc.aio.Server | None = None
         self._opening: asyncio.Task[placement.Session] | None = None
         self._running: list[_Running] = []
         self._keepers: list[asyncio.Task[None]] = []
@@ -67,7 +65,8 @@ class Supervisor:
         self._local = True
         self._directory_address = ""
         self._failed = False
-        self.log_dir = Path(config.ray.log_dir or tempfile.mkdtemp(prefix="slipstream-logs-"))
+        self.log_dir = Path(config.ray.log_dir or tempfile.mkdtemp(prefix="slipstream-logs-")).absolute()
+        self.log_dir.mkdir(parents=True, exist_ok=True)
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -120,6 +119,8 @@ class Supervisor:
     async def _place(self) -> None:
         config = self._config.ray
         cpus = config.cpus or sum(one.cpus for one in self._members)
+        if not config.address:
+            check_room(self._members, cpus)
         gpus = sum(one.gpus for one in self._members)
         self._report(f"joining the Ray cluster at {config.address}" if config.address else "starting Ray on this machine")
         self._opening = asyncio.create_task(asyncio.to_thread(placement.Session, config.address, cpus=cpus, gpus=gpus))
@@ -128,22 +129,19 @@ class Supervisor:
         places = await asyncio.to_thread(placement.reserve, self._members, deployment, config.placement_seconds)
         self._running = [_Running(place) for place in places]
         self._local = session.is_local
-        host = "127.0.0.1" if self._local else placement.own_address()
+        self._server = new_server()  # not before Ray forked its processes: gRPC's threads and fork do not mix
         directory_pb2_grpc.add_DirectoryServicer_to_server(self._directory, self._server)
-        self._directory_address = await listen(self._server, join_address(host, 0))
+        self._directory_address = await listen(self._server, join_address(session.own_address, 0))
 
     async def _launch(self, one: _Running, deadline: float) -> None:
         """Start the next epoch of a process and wait until it serves."""
         member, started = one.member, time.monotonic()
         one.epoch += 1
-        one.host = one.place.host()
-        host = "127.0.0.1" if self._local else str(await one.host.address.remote())
+        one.place.new_host()
+        host = "127.0.0.1" if self._local else await one.place.address()
         arguments = member.arguments(host=host, epoch=one.epoch, directory=self._directory_address)
-        await one.host.start.remote(arguments, dict(member.env), member.gpus, str(self.log_dir / f"{member.name}.log"))
-        try:
-            ready: dict[str, Any] = await one.host.ready.remote(max(1.0, deadline - time.monotonic()))
-        except ray.exceptions.RayTaskError as error:
-            raise _own(error) from error
+        await one.place.start(arguments, self.log_dir / f"{member.name}.log")
+        ready = await one.place.ready(max(1.0, deadline - time.monotonic()))
         one.ready, one.since = ready, time.monotonic()
         where = ready["address"] if member.role is not None else ready["http"]
         self._report(f"{member.name} serves at {where} (pid {ready['pid']}, {one.since - started:.1f} s)")
@@ -176,19 +174,20 @@ class Supervisor:
             self._report(f"{one.member.name} ended with {how}; starting epoch {one.epoch + 1} in {backoff:g} s")
             await asyncio.sleep(backoff)
             backoff = min(backoff * 2, LAST_BACKOFF_SECONDS)
-            ray.kill(one.host)
             try:
                 await self._launch(one, time.monotonic() + self._config.ray.start_seconds)
-            except (SlipstreamError, ray.exceptions.RayError) as error:
+            except LaunchError as error:
                 self._report(f"{one.member.name} did not start: {error}")
-                ray.kill(one.host)
+                one.place.kill()
 
     async def _ended(self, one: _Running) -> str:
         """Wait for the end of a process, or of the actor that holds it; says how it ended."""
+        if one.ready is None:
+            return "a failed start"
         try:
-            return describe(await one.host.wait.remote())
-        except ray.exceptions.RayError as error:
-            return f"the loss of its Ray actor ({type(error).__name__})"
+            return describe(await one.place.wait())
+        except LaunchError as error:
+            return f"an error: {error}"
 
     # -- ending ------------------------------------------------------------------------------------------------------
 
@@ -201,10 +200,10 @@ class Supervisor:
             return
         self._directory.remove(one.member.name)
         try:
-            code = await one.host.stop.remote(grace_seconds)
-        except ray.exceptions.RayError as error:
+            code = await one.place.stop(grace_seconds)
+        except LaunchError as error:
             self._failed = True
-            self._report(f"{one.member.name} could not be stopped in order: {type(error).__name__}")
+            self._report(f"{one.member.name} could not be stopped in order: {error}")
             return
         if code:
             self._failed = True
@@ -215,23 +214,17 @@ class Supervisor:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
         self._directory.close()
-        await self._server.stop(grace=0.2)
+        if self._server is not None:
+            await self._server.stop(grace=0.2)
         if self._opening is not None:  # a session that is still being opened has to be open before it can be closed
             with contextlib.suppress(SlipstreamError):
                 await asyncio.to_thread(self._give_back, await self._opening)
-        if keep_logs:
+        if keep_logs and any(self.log_dir.iterdir()):
             self._report(f"logs: {self.log_dir}")
         elif not self._config.ray.log_dir:
             shutil.rmtree(self.log_dir, ignore_errors=True)
 
     def _give_back(self, session: placement.Session) -> None:
         for one in self._running:
-            with contextlib.suppress(ray.exceptions.RayError):
-                one.place.release()
+            one.place.release()
         session.close()
-
-
-def _own(error: ray.exceptions.RayTaskError) -> SlipstreamError:
-    """The error of ours that an actor raised, without Ray's traceback around it."""
-    cause = error.cause if isinstance(error.cause, SlipstreamError) else None
-    return cause or LaunchError(str(error))

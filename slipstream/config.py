@@ -33,7 +33,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """[engine]: the memory and the step size of each rank; a pool may override each of them."""
+    """[engine]: the memory and the step size of every worker."""
 
     block_size: int = 16
     """Tokens per KV block; must be equal on both sides."""
@@ -56,7 +56,9 @@ class PoolConfig:
     """[pools.NAME]: replicas of one role. At least one pool of each role is needed."""
 
     role: Role
+    """`prefill` or `decode`."""
     replicas: int = 1
+    """Processes of this pool, called `NAME-0`, `NAME-1` and so on."""
     cpus: float = 1.0
     """Ray CPUs that each replica reserves."""
     gpus: int = 0
@@ -156,6 +158,7 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
             raise ConfigError(f"cannot read {path}: {error.strerror}") from error
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    data.setdefault("pools", {role.value: {"role": role.value} for role in Role})
     for override in overrides:
         _apply(data, override)
     config: Config = _build(Config, data, "", where)

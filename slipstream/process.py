@@ -22,6 +22,8 @@ from slipstream.observability import logs
 
 ORPHAN_SECONDS = 2.0
 """How long a process that lost its launcher may take to end in order."""
+SAME_PRESS_SECONDS = 0.3
+"""Two signals closer than this are one wish: a terminal, or `timeout`, may signal both a process and its group."""
 
 
 def parser(name: str, description: str) -> argparse.ArgumentParser:
@@ -64,12 +66,16 @@ def stop_event() -> asyncio.Event:
     """An event that the first SIGTERM or SIGINT sets; the second one ends the process at once with status 130."""
     event = asyncio.Event()
     loop = asyncio.get_running_loop()
+    first = 0.0
 
     def on_signal() -> None:
-        if event.is_set():
+        nonlocal first
+        if not event.is_set():
+            first = time.monotonic()
+            event.set()
+        elif time.monotonic() - first > SAME_PRESS_SECONDS:
             sys.stderr.flush()
             raise SystemExit(130)
-        event.set()
 
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, on_signal)
