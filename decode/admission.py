@@ -1,0 +1,92 @@
+"""Decides whether a prompt may land here now, and when a refused one should ask again. Pure; knows no pool and no clock.
+
+Memory for a prompt and all its output is taken before its first byte comes, so a sequence that was admitted always ends. A
+refused request keeps its place: until it comes back, smaller ones are let in only if they leave what it needs.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass
+
+from slipstream.types import EngineLoad
+
+CLAIM_SECONDS = 2.0
+"""How long a refused request keeps its place; it may have gone to another replica."""
+MIN_RETRY_SECONDS = 0.02
+MAX_RETRY_SECONDS = 1.0
+REMEMBERED_ENDS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Busy:
+    """Why a prompt may not land now."""
+
+    reason: str
+    retry_after_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Claim:
+    blocks: int
+    refused_at: float
+
+
+def blocks_needed(prompt_tokens: int, max_tokens: int, *, max_context: int, block_size: int) -> int:
+    """Blocks of a prompt and all its output; the last output token is never fed back, so it needs no row."""
+    return -(-(prompt_tokens + min(max_tokens, max_context - prompt_tokens) - 1) // block_size)
+
+
+class Admission:
+    """The line of refused requests. Every `now` is in seconds of the same clock."""
+
+    def __init__(self) -> None:
+        self._line: OrderedDict[str, _Claim] = OrderedDict()  # in the order of their first refusal
+        self._ends: deque[float] = deque(maxlen=REMEMBERED_ENDS)
+
+    def ask(self, name: str, blocks: int, load: EngineLoad, now: float) -> Busy | None:
+        """None: request `name` may try to take `blocks` (and a slot, where the model has them)."""
+        self._expire(now)
+        head = next(iter(self._line), None)
+        if head is None or head == name:
+            return None
+        left_blocks = load.free_blocks - blocks
+        left_slots = load.free_state_slots - 1
+        if left_blocks >= self._line[head].blocks and (not load.total_state_slots or left_slots >= 1):
+            return None
+        return self._refuse(name, blocks, now, f"{len(self._line)} requests wait for memory on this replica")
+
+    def refused(self, name: str, blocks: int, load: EngineLoad, now: float) -> Busy:
+        """The pools could not serve request `name`."""
+        self._expire(now)
+        if load.total_state_slots and not load.free_state_slots:
+            reason = f"all {load.total_state_slots} state slots of this replica are in use"
+        elif blocks > load.free_blocks:
+            reason = f"{blocks} blocks are needed, {load.free_blocks} of {load.total_blocks} are free on this replica"
+        else:
+            reason = f"{load.running} sequences run on this replica, which is its limit"
+        return self._refuse(name, blocks, now, reason)
+
+    def admitted(self, name: str) -> None:
+        """The request has its memory: it waits no more."""
+        self._line.pop(name, None)
+
+    def ended(self, now: float) -> None:
+        """A request gave its memory back."""
+        self._ends.append(now)
+
+    def _refuse(self, name: str, blocks: int, now: float, reason: str) -> Busy:
+        self._line[name] = _Claim(blocks=blocks, refused_at=now)  # a name that is in the line keeps its place
+        place = 1 + list(self._line).index(name)
+        seconds = min(MAX_RETRY_SECONDS, max(MIN_RETRY_SECONDS, place * self._interval(now)))
+        return Busy(reason=reason, retry_after_seconds=seconds)
+
+    def _interval(self, now: float) -> float:
+        """Seconds from one end to the next, by the last ones."""
+        if len(self._ends) < 2:
+            return 2 * MIN_RETRY_SECONDS
+        return (now - self._ends[0]) / len(self._ends)
+
+    def _expire(self, now: float) -> None:
+        for name in [name for name, claim in self._line.items() if now - claim.refused_at > CLAIM_SECONDS]:
+            del self._line[name]

@@ -1,0 +1,14 @@
+"""Puts the decode role on a replica: its worker and its gRPC service."""
+
+from __future__ import annotations
+
+from cache_transfer.load import CacheLoader
+from cache_transfer.store import CacheStore
+from decode.worker import DecodeWorker
+from worker.replica import Replica
+from worker.service import Identity, WorkerService
+
+
+def mount(identity: Identity, replica: Replica, store: CacheStore, loader: CacheLoader) -> WorkerService:
+    """The Worker service of a decode replica."""
+    return WorkerService(identity, replica, DecodeWorker(replica, loader))

@@ -1,0 +1,94 @@
+"""Starts real worker and router processes without Ray, on free ports, and ends them; keeps their logs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch.child import ChildProcess
+
+READY_SECONDS = 90.0
+STOP_SECONDS = 20.0
+
+
+@dataclass(kw_only=True)
+class Running:
+    """One process."""
+
+    name: str
+    address: str
+    """`host:port` of a worker's gRPC server or of a router's HTTP server."""
+    pid: int
+    child: ChildProcess
+
+    def log(self) -> list[dict[str, Any]]:
+        """Its JSON log lines so far."""
+        lines = self.child.log_path.read_text().splitlines()
+        return [json.loads(line) for line in lines if line.startswith("{")]
+
+    def complaints(self) -> list[str]:
+        """What it logged as an error or worse."""
+        return [f"{self.name}: {line['message']} {line.get('exception', '')}" for line in self.log()
+                if line.get("level") in ("error", "critical")]
+
+
+class Cluster:
+    """Processes of one test module; `start` several names at once to load them side by side."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+        self.processes: dict[str, Running] = {}
+        self._killed: set[str] = set()
+
+    def start_workers(self, *roles: str, overrides: Sequence[str] = (), epoch: int = 1) -> list[Running]:
+        """Start replicas of these roles (`prefill`, `decode`) together; they are named `prefill-0`, `prefill-1` and so on."""
+        started = []
+        for role in roles:
+            index = sum(name.startswith(role) for name in [*self.processes, *(name for name, _ in started)])
+            name = f"{role}-{index}"
+            settings = [part for override in overrides for part in ("--set", override)]
+            arguments = [role, *settings, "--replica-id", name, "--epoch", str(epoch), "--listen", "127.0.0.1:0"]
+            started.append((name, self._spawn(name, arguments)))
+        return [self._ready(name, child, "address") for name, child in started]
+
+    def start_router(self, workers: Sequence[Running], overrides: Sequence[str] = ()) -> Running:
+        """Start a router in front of these workers."""
+        settings = [part for override in ("router.port=0", *overrides) for part in ("--set", override)]
+        known = [part for worker in workers for part in ("--worker", worker.address)]
+        name = f"router-{sum(name.startswith('router') for name in self.processes)}"
+        return self._ready(name, self._spawn(name, ["router", *settings, *known]), "http")
+
+    def kill(self, running: Running) -> None:
+        """SIGKILL."""
+        self._killed.add(running.name)
+        os.kill(running.pid, signal.SIGKILL)
+        running.child.wait()
+
+    def stop(self, running: Running) -> int:
+        """SIGTERM; the exit status."""
+        self.processes.pop(running.name)
+        return running.child.stop(STOP_SECONDS)
+
+    def close(self) -> dict[str, int]:
+        """End all processes; the exit statuses of those that were not killed."""
+        left = [running for running in self.processes.values() if running.name not in self._killed]
+        with ThreadPoolExecutor(max_workers=max(1, len(left))) as pool:
+            return dict(zip((running.name for running in left), pool.map(lambda one: one.child.stop(STOP_SECONDS), left), strict=True))
+
+    def _spawn(self, name: str, arguments: Sequence[str]) -> ChildProcess:
+        command = [sys.executable, "-m", *arguments, "--exit-with-parent"]
+        return ChildProcess(name, command, self._env, self._folder / f"{name}-{time.monotonic_ns()}.log")
+
+    def _ready(self, name: str, child: ChildProcess, key: str) -> Running:
+        line = child.ready(READY_SECONDS)
+        running = self.processes[name] = Running(name=name, address=line[key], pid=line["pid"], child=child)
+        return running

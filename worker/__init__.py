@@ -1,0 +1,1 @@
+"""What prefill and decode workers have in common; knows no role."""

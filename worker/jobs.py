@@ -1,0 +1,222 @@
+"""The legs of requests that run on this replica: each from Submit until everything it owned has returned. Knows no role.
+
+A job is one asyncio task, watched by another one that is never cancelled: whatever ends the work (its own end, a failure, a
+cancel, a deadline), the router is told at once, then the work is stopped, then its resources return.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from slipstream.engine.sequence import GenerationRequest, Timing
+from slipstream.errors import (
+    CancelledError,
+    DeadlineError,
+    InternalError,
+    InvalidRequestError,
+    SlipstreamError,
+    UnavailableError,
+)
+from slipstream.observability import logs
+from slipstream.rpc import convert
+from slipstream.types import FinishReason, MropeState, RequestId, TokenEvent
+from slipstream.v1 import worker_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+
+class Outbox(Protocol):
+    """Where a job's news go: to the router that submitted it."""
+
+    def token(self, handle: int, attempt: int, event: TokenEvent) -> None:
+        """One sampled token."""
+
+    def finished(self, message: pb.Finished) -> None:
+        """The leg ended well."""
+
+    def failed(self, message: pb.Failed) -> None:
+        """The leg ended by an error."""
+
+    def over(self, handle: int, attempt: int) -> None:
+        """All that the job owned has returned."""
+
+
+class Job:
+    """One leg of one request: what was asked, who asked, and what the router has been told."""
+
+    def __init__(self, submit: pb.Submit, request: GenerationRequest, outbox: Outbox, deadline: float) -> None:
+        """`deadline`: in the event loop's time."""
+        self.submit = submit
+        self.request = request
+        self.deadline = deadline
+        self.stats = pb.LegStats()
+        self.told = False
+        """The router knows how this leg ended; nothing more is sent."""
+        self.first_token: asyncio.Future[FirstToken] = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the engine has drawn the last token."""
+        self._outbox = outbox
+        self._work: asyncio.Task[None] | None = None
+        self._stopped = False
+
+    def __str__(self) -> str:
+        return str(self.request.id)
+
+    def token(self, event: TokenEvent) -> None:
+        """Report a token."""
+        if not self.told:
+            self._outbox.token(self.submit.handle, self.submit.attempt, event)
+
+    def finish(self, reason: FinishReason | None) -> None:
+        """Report the end of the leg; None: it was handed off."""
+        if not self.told:
+            self.told = True
+            self._outbox.finished(pb.Finished(
+                handle=self.submit.handle, attempt=self.submit.attempt, handed_off=reason is None, stats=self.stats,
+                reason=pb.FINISH_REASON_UNSPECIFIED if reason is None else convert.finish_to_pb(reason)))
+
+    def fail(self, error: SlipstreamError) -> None:
+        """Report a failure."""
+        if not self.told:
+            self.told = True
+            self._outbox.failed(convert.failed_to_pb(self.submit.handle, self.submit.attempt, error))
+
+    def abandon(self, error: SlipstreamError) -> None:
+        """Report a failure and stop the work, in whatever state it is. Its resources return soon after."""
+        self.fail(error)
+        self._stopped = True
+        if self._work is not None:
+            self._work.cancel()
+
+    async def run(self, role: RoleWorker) -> None:
+        """The whole life of the job; returns when everything has returned. Never raises, is never cancelled."""
+        logs.request_id.set(str(self))
+        loop = asyncio.get_running_loop()
+        error: SlipstreamError | None = None
+        if not self._stopped:
+            self._work = asyncio.create_task(role.work(self))
+            done, _ = await asyncio.wait({self._work}, timeout=max(0.0, self.deadline - loop.time()))
+            if not done:
+                self.abandon(DeadlineError("the deadline passed on this replica; raise the timeout or lower the load"))
+                await asyncio.wait({self._work})
+            error = _outcome(self._work)
+        if error is not None:
+            self.fail(error)
+        elif not self.told:
+            self.fail(InternalError("the work on this request ended without a result"))
+        try:
+            await role.clean_up(self, error)
+        except Exception:
+            logger.exception("returning the resources of a request failed")
+        self._outbox.over(self.submit.handle, self.submit.attempt)
+
+
+class FirstToken:
+    """What prefill knows when a prompt's first token is drawn."""
+
+    def __init__(self, event: TokenEvent, mrope: MropeState) -> None:
+        self.event = event
+        self.mrope = mrope
+
+
+class RoleWorker(Protocol):
+    """What a role does with a job."""
+
+    async def work(self, job: Job) -> None:
+        """Serve the job to its end; cancelled when it is given up."""
+
+    async def clean_up(self, job: Job, error: SlipstreamError | None) -> None:
+        """Fence what may still touch the job's memory, then return it. Called once, after `work`, and never cancelled."""
+
+    def on_token(self, job: Job, event: TokenEvent, timing: Timing | None, mrope: MropeState | None) -> None:
+        """The engine drew a token. `timing`: set on the last one here; `mrope`: set for output 0 of a prompt."""
+
+
+class Jobs:
+    """All jobs of the replica, by the engine's request id."""
+
+    def __init__(self, role: RoleWorker) -> None:
+        self._role = role
+        self._jobs: dict[RequestId, Job] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.draining = False
+        self.started = 0
+        """Jobs so far."""
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def start(self, job: Job) -> None:
+        """Begin. Raises UnavailableError while draining, InvalidRequestError for a request id and attempt that run already."""
+        if self.draining:
+            raise UnavailableError("this replica is draining; send the request to another one", retry_after_seconds=1.0)
+        if job.request.id in self._jobs:
+            raise InvalidRequestError(f"request {job} runs here already; a new attempt needs a higher number",
+                                      field="request_id")
+        self._jobs[job.request.id] = job
+        self.started += 1
+        self._idle.clear()
+        task = asyncio.create_task(self._run(job))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, job: Job) -> None:
+        try:
+            await job.run(self._role)
+        finally:
+            del self._jobs[job.request.id]
+            if not self._jobs:
+                self._idle.set()
+
+    def on_step(self, tokens: Iterable[tuple[TokenEvent, Timing | None, MropeState | None]],
+                failures: Iterable[tuple[RequestId, SlipstreamError]]) -> None:
+        """What one engine step did; all of it is in the outboxes when this returns."""
+        for event, timing, mrope in tokens:
+            if job := self._jobs.get(event.request):
+                try:
+                    self._role.on_token(job, event, timing, mrope)
+                except Exception:
+                    logger.exception("a token could not be handled", extra={"request_id": str(job)})
+                    job.abandon(InternalError("a fault on this replica ended the request"))
+        for id, error in failures:
+            if job := self._jobs.get(id):
+                logger.error("the engine failed a request: %s", error, extra={"request_id": str(job)})
+                job.abandon(error)
+
+    def abandon_all(self, error: Callable[[], SlipstreamError]) -> None:
+        """Give up every job."""
+        for job in list(self._jobs.values()):
+            job.abandon(error())
+
+    async def drain(self, timeout_seconds: float) -> int:
+        """Refuse new jobs and wait for the running ones; those left at the end are cut off, and counted."""
+        self.draining = True
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                await self._idle.wait()
+        except TimeoutError:
+            cut_off = sum(not job.told for job in self._jobs.values())
+            self.abandon_all(lambda: UnavailableError("this replica stopped before the request ended; send it again"))
+            await self._idle.wait()
+            return cut_off
+        return 0
+
+
+def _outcome(work: asyncio.Task[None]) -> SlipstreamError | None:
+    """Why ended work did not end well; a fault of ours is logged."""
+    if work.cancelled():
+        return CancelledError("the request was cancelled")
+    error = work.exception()
+    if error is None or isinstance(error, SlipstreamError):
+        if isinstance(error, InternalError):
+            logger.error("a request failed: %s", error, exc_info=error)
+        elif error is not None:
+            logger.info("a request failed: %s: %s", error.code, error)
+        return error
+    logger.error("a request failed by a fault of this process", exc_info=error)
+    return InternalError(f"a fault on this replica ended the request: {type(error).__name__}")

@@ -1,0 +1,94 @@
+"""The life of a worker process, the same for both roles: load, listen, announce, serve, drain. Knows no role's work."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ipaddress
+import logging
+import os
+from collections.abc import Callable, Sequence
+
+from cache_transfer.load import CacheLoader
+from cache_transfer.memory import tune_allocator
+from cache_transfer.store import CacheStore
+from slipstream import process
+from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.rpc.server import join_address, listen, new_server, split_address
+from slipstream.types import Role
+from worker.replica import Replica
+from worker.service import Identity, WorkerService
+
+logger = logging.getLogger(__name__)
+
+Mount = Callable[[Identity, Replica, CacheStore, CacheLoader], WorkerService]
+"""Puts a role's work on a replica."""
+
+STOP_SECONDS = 1.0
+"""How long streams that are still open may take to end after a drain."""
+
+
+def main(role: Role, mount: Mount, arguments: Sequence[str] | None = None) -> int:
+    """Run the process; its exit status: 0 after a drain, 1 if the engine died, 2 for a wrong configuration."""
+    parser = process.parser(role.value, f"Serve one {role.value} replica.")
+    parser.add_argument("--replica-id", default=f"{role.value}-0", help="name of this replica, unique in the deployment")
+    parser.add_argument("--epoch", type=int, default=1, help="a number that differs after every restart")
+    parser.add_argument("--listen", default="127.0.0.1:0", help="host:port or [v6]:port; port 0: any free one")
+    parser.add_argument("--advertise", default="",
+                        help="host or host:port that routers and peers connect to; needed when listening on a wildcard")
+    parsed = parser.parse_args(arguments)
+    try:
+        config = process.start(parsed, parsed.replica_id)
+        advertised(parsed.listen, parsed.advertise)  # a mistake here must not cost a minute of loading first
+        replica = Replica(config, role)
+        tune_allocator()
+        identity = Identity(replica_id=parsed.replica_id, epoch=parsed.epoch, role=role)
+        return asyncio.run(_serve(parsed, identity, replica, mount))
+    except SlipstreamError as error:
+        logger.error("cannot start: %s", error)
+        return 2
+
+
+async def _serve(arguments: argparse.Namespace, identity: Identity, replica: Replica, mount: Mount) -> int:
+    stop = process.stop_event()
+    store, loader = replica.channel_ends(replica_id=identity.replica_id, epoch=identity.epoch)
+    service = mount(identity, replica, store, loader)
+    server = new_server()
+    service.add_to(server)
+    store.add_to(server)
+    service.address = advertised(await listen(server, arguments.listen), arguments.advertise)
+    await service.start()
+    process.announce(replica_id=identity.replica_id, role=identity.role.value, address=service.address, epoch=identity.epoch,
+                     pid=os.getpid())
+    signals = [asyncio.create_task(stop.wait()), asyncio.create_task(service.dead.wait())]
+    await asyncio.wait(signals, return_when=asyncio.FIRST_COMPLETED)
+    died = service.dead.is_set()
+    if not died:
+        unfinished = await service.drain(replica.config.router.drain_seconds)
+        logger.info("drained; %d requests were cut off", unfinished)
+    await server.stop(STOP_SECONDS)
+    await loader.close()
+    await service.stop()
+    for task in signals:
+        task.cancel()
+    return 1 if died else 0
+
+
+def advertised(listening: str, advertise: str) -> str:
+    """The address that others are told. Raises ConfigError for one that they could not connect to.
+
+    `advertise` may leave out the port: it is that of `listening` then.
+    """
+    host, port = split_address(listening)
+    if advertise:
+        try:
+            host, port = split_address(advertise)
+        except ConfigError:
+            host = advertise.removeprefix("[").removesuffix("]")
+    try:
+        wildcard = ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        wildcard = False  # a name
+    if wildcard or not host:
+        raise ConfigError(f"{host} is no address that others can connect to; say which one they should use: --advertise HOST")
+    return join_address(host, port)

@@ -1,0 +1,130 @@
+"""One engine with its thread and both halves of the cache-store channel. Knows no role: either can be mounted on it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from cache_transfer.channels import base
+from cache_transfer.layout import CacheLayout
+from cache_transfer.load import CacheLoader
+from cache_transfer.memory import CacheMemory
+from cache_transfer.store import CacheStore
+from slipstream import checkpoint as checkpoints
+from slipstream.checkpoint import Checkpoint
+from slipstream.config import Config
+from slipstream.engine import build
+from slipstream.engine.engine import Engine, StepResult
+from slipstream.engine.loop import EngineLoop
+from slipstream.engine.sequence import Timing
+from slipstream.errors import SlipstreamError, UnavailableError
+from slipstream.layers.batch import AttentionCache
+from slipstream.types import EngineLoad, MropeState, RequestId, Role, TokenEvent
+from worker.revision import weights_revision
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepNews:
+    """What one engine step did, with everything that only the engine thread can look up."""
+
+    tokens: tuple[tuple[TokenEvent, Timing | None, MropeState | None], ...]
+    """Timing: on the request's last token here; M-RoPE state: on output 0 of a prompt that is handed off."""
+    failures: tuple[tuple[RequestId, SlipstreamError], ...]
+    load: EngineLoad
+
+
+class Replica:
+    """What does not depend on a role. Create it before the event loop runs: it loads the weights."""
+
+    def __init__(self, config: Config, role: Role) -> None:
+        """`role` only limits parked memory. Raises ConfigError and CheckpointError."""
+        self.config = config
+        self.checkpoint: Checkpoint = checkpoints.read(checkpoints.resolve(config.model.path))
+        self.model_name = config.model.served_name or self.checkpoint.path.name
+        self.device = build.device_of(config.model)
+        self.dtype = build.dtype_name(config.model, self.checkpoint, self.device)
+        parked = config.transfer.parked_fraction if role is Role.PREFILL else 1.0
+        self._engine: Engine = build.build(self.checkpoint, config.model, config.engine, parked_fraction=parked)
+        self.max_context = self._engine.max_context
+        self.capacity: EngineLoad = self._engine.load()
+        """Of the empty engine: its totals."""
+        self.layout = cache_layout(config, self.checkpoint, self.model_name, self.dtype)
+        self._memory = CacheMemory(self.layout, cache_tensors(self.checkpoint, self._engine))
+        self._loop: EngineLoop | None = None
+
+    def channel_ends(self, *, replica_id: str, epoch: int) -> tuple[CacheStore, CacheLoader]:
+        """The source and the destination side of the cache-store channel; made on the event loop. Raises ConfigError."""
+        channel = base.choose(self.config.transfer.channel)
+        store = CacheStore(self._memory, channel, replica_id=replica_id, epoch=epoch, rank=0, config=self.config.transfer)
+        loader = CacheLoader(self._memory, channel, replica_id=replica_id, epoch=epoch, rank=0, config=self.config.transfer)
+        return store, loader
+
+    def start(self, on_step: Callable[[StepNews], None], on_death: Callable[[BaseException], None]) -> None:
+        """Start the engine thread. Both functions are called on the event loop that runs now."""
+        loop = asyncio.get_running_loop()
+
+        def stepped(result: StepResult) -> None:
+            loop.call_soon_threadsafe(on_step, self._news(result))
+
+        def died(error: BaseException) -> None:
+            loop.call_soon_threadsafe(on_death, error)
+
+        self._loop = EngineLoop(self._engine, stepped, died)
+        self._loop.start()
+
+    async def call(self, fn: Callable[[Engine], T]) -> T:
+        """Run `fn` on the engine thread between two steps. Calls run in the order they were made.
+
+        A cancelled caller's function may still run; what it took has to be given back by a later call.
+        """
+        assert self._loop is not None, "the replica was started"
+        return await asyncio.wrap_future(self._loop.call(fn))
+
+    def tell(self, fn: Callable[[Engine], None]) -> None:
+        """Like `call`, for what has no result; a failure is logged."""
+        assert self._loop is not None, "the replica was started"
+        self._loop.call(fn).add_done_callback(_log_failure)
+
+    def stop(self) -> None:
+        """End the engine thread after its running step."""
+        if self._loop is not None:
+            self._loop.stop(timeout=30.0)
+
+    def _news(self, result: StepResult) -> StepNews:
+        """On the engine thread. Every prompt is handed off here, so output 0 is always that of one."""
+        engine = self._engine
+        tokens = tuple((event, result.timings.get(event.request), engine.mrope(event.request) if event.index == 0 else None)
+                       for event in result.events)
+        return StepNews(tokens=tokens, failures=result.failures, load=self._engine.load())
+
+
+def _log_failure(future: Future[None]) -> None:
+    if not future.cancelled() and (error := future.exception()) is not None and not isinstance(error, UnavailableError):
+        logger.error("the engine could not be told: %s", error, exc_info=error)
+
+
+def cache_layout(config: Config, checkpoint: Checkpoint, model_name: str, dtype: str) -> CacheLayout:
+    """What a peer's cache must look like for this replica's bytes to mean the same there."""
+    return CacheLayout(model_name=model_name, weights_revision=weights_revision(checkpoint.path), layers=checkpoint.layers,
+                       block_size=config.engine.block_size, kv_dtype=dtype, conv_dtype=dtype)
+
+
+def cache_tensors(checkpoint: Checkpoint, engine: Engine) -> dict[str, torch.Tensor]:
+    """The engine's caches by the layout's tensor names."""
+    tensors: dict[str, torch.Tensor] = {}
+    for layer, cache in zip(checkpoint.layers, engine.caches, strict=True):
+        if isinstance(cache, AttentionCache):
+            tensors[f"{layer.name}.kv"] = cache.kv
+        else:
+            tensors[f"{layer.name}.conv"], tensors[f"{layer.name}.recurrent"] = cache.conv, cache.recurrent
+    return tensors

@@ -1,0 +1,200 @@
+"""The gRPC Worker service and the health service of one replica; what a request does is its role's business."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+
+import slipstream
+from slipstream.engine.engine import Engine
+from slipstream.errors import InternalError, InvalidRequestError, SlipstreamError
+from slipstream.rpc import convert
+from slipstream.types import EngineLoad, Role
+from slipstream.v1 import worker_pb2 as pb
+from slipstream.v1 import worker_pb2_grpc
+from worker.jobs import Jobs, RoleWorker
+from worker.replica import Replica, StepNews
+from worker.session import Session
+
+logger = logging.getLogger(__name__)
+
+LOAD_SECONDS = 1.0
+SERVICE = "slipstream.worker.v1.Worker"
+
+WriteContext = grpc.aio.ServicerContext[pb.RouterMessage, pb.WorkerMessage]
+PutImage = Callable[[AsyncIterator[pb.ImageChunk]], Awaitable[bool]]
+"""Takes a picture's chunks; True if it was there already. Raises SlipstreamError."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """Who this replica is to others."""
+
+    replica_id: str
+    epoch: int
+    role: Role
+
+
+class WorkerService(worker_pb2_grpc.WorkerServicer):
+    """Serves any number of routers. `put_image` None: this role takes no pictures."""
+
+    def __init__(self, identity: Identity, replica: Replica, worker: RoleWorker, put_image: PutImage | None = None) -> None:
+        self.address = ""
+        """Where peers and routers reach this process; set once it listens."""
+        self.dead = asyncio.Event()
+        """The engine thread has ended by a fault: the process is of no use any more."""
+        self._identity = identity
+        self._replica = replica
+        self._jobs = Jobs(worker)
+        self._put_image = put_image
+        self._health = health.aio.HealthServicer()
+        self._sessions: set[Session] = set()
+        self._load: EngineLoad = replica.capacity
+        self._proved = 0  # jobs so far when the ledgers were last proved
+        self._pulse: asyncio.Task[None] | None = None
+
+    # Life ----------------------------------------------------------------------------------------------------------------
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Register both services."""
+        worker_pb2_grpc.add_WorkerServicer_to_server(self, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+
+    async def start(self) -> None:
+        """Start the engine thread and say SERVING."""
+        self._replica.start(self._on_step, self._on_death)
+        self._pulse = asyncio.create_task(self._beat())
+        await self._set_health(serving=True)
+
+    async def drain(self, timeout_seconds: float) -> int:
+        """Stop admitting, wait for the running requests; how many were cut off by the time-out."""
+        await self._set_health(serving=False)
+        waiting = asyncio.create_task(self._jobs.drain(timeout_seconds))
+        await asyncio.sleep(0)  # the flag is set now
+        for session in self._sessions:
+            session.want_load()
+        return await waiting
+
+    async def stop(self) -> None:
+        """End the engine thread. The server has been stopped, so no session is left."""
+        if self._pulse is not None:
+            self._pulse.cancel()
+        await asyncio.to_thread(self._replica.stop)
+
+    async def _set_health(self, *, serving: bool) -> None:
+        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", SERVICE):
+            await self._health.set(name, status)
+
+    # The engine's news, on the event loop ----------------------------------------------------------------------------------
+
+    def _on_step(self, news: StepNews) -> None:
+        self._load = news.load
+        self._jobs.on_step(news.tokens, news.failures)
+
+    def _on_death(self, error: BaseException) -> None:
+        logger.critical("the engine has ended; this process will end too: %r", error)
+        self._jobs.draining = True
+        self._jobs.abandon_all(lambda: InternalError("the engine of this replica ended by a fault; send the request again"))
+        self.dead.set()
+
+    async def _beat(self) -> None:
+        """Once a second: tell the load; and when all requests have gone, prove the ledgers."""
+        while True:
+            await asyncio.sleep(LOAD_SECONDS)
+            try:
+                if not len(self._jobs) and self._proved != self._jobs.started:
+                    await self._prove()
+                else:
+                    self._load = await self._replica.call(Engine.load)
+            except SlipstreamError as error:
+                logger.error("the engine does not answer: %s", error)
+                return
+            for session in self._sessions:
+                session.want_load()
+
+    async def _prove(self) -> None:
+        """Nothing may be owned while no request runs. A leak is a bug of ours, so it is loud and stops new traffic."""
+        def proof(engine: Engine) -> EngineLoad:
+            engine.check_integrity()
+            return engine.load()
+
+        started = self._jobs.started
+        try:
+            self._load = await self._replica.call(proof)
+            if self._jobs.started != started:
+                return  # a request came meanwhile: it may own what it likes
+            self._proved = started
+            if self._load != self._replica.capacity:
+                raise InternalError(f"no request runs, but not all memory is free: {self._load}")
+        except InternalError as error:
+            logger.critical("the ledgers of this replica are wrong: %s", error)
+            await self._set_health(serving=False)
+
+    def _load_message(self) -> pb.Load:
+        return convert.load_to_pb(self._load, draining=self._jobs.draining)
+
+    # RPCs ------------------------------------------------------------------------------------------------------------------
+
+    async def GetInfo(self, request: pb.GetInfoRequest, context: Any) -> pb.WorkerInfo:  # noqa: N802 (gRPC's name)
+        """What this replica is."""
+        replica, identity = self._replica, self._identity
+        return pb.WorkerInfo(
+            replica_id=identity.replica_id, epoch=identity.epoch, role=convert.role_to_pb(identity.role),
+            model_name=replica.model_name, compatibility_hash=replica.layout.hash, cache_store_addresses=[self.address],
+            block_size=replica.config.engine.block_size, total_blocks=replica.capacity.total_blocks,
+            total_state_slots=replica.capacity.total_state_slots, max_context=replica.max_context,
+            max_running=replica.config.engine.max_running, draining=self._jobs.draining, pid=os.getpid(),
+            version=slipstream.__version__, device=str(replica.device), dtype=replica.dtype, tensor_parallel=1,
+            pipeline_parallel=1)
+
+    async def Session(self, request_iterator: AsyncIterator[pb.RouterMessage],  # type: ignore[override]  # noqa: N802
+                      context: WriteContext) -> None:
+        """One router's requests; they live as long as the stream. It writes: a generator could hear too late of its end."""
+        session = Session(self._identity.role, self._jobs, self._load_message)
+        self._sessions.add(session)
+        session.want_load()
+        reader = asyncio.create_task(_read(session, request_iterator))
+        writer = asyncio.create_task(_write(session, context))
+        try:
+            await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._sessions.discard(session)
+            session.close()
+            for task in (reader, writer):
+                task.cancel()
+            await asyncio.gather(reader, writer, return_exceptions=True)
+
+    async def PutImage(self, request_iterator: AsyncIterator[pb.ImageChunk], context: Any  # noqa: N802 (gRPC's name)
+                       ) -> pb.PutImageReply:
+        """Take a picture for requests to come."""
+        try:
+            if self._put_image is None:
+                raise InvalidRequestError(f"{self._identity.replica_id} takes no images: it decodes, or its model is text-only",
+                                          field="images")
+            return pb.PutImageReply(already_present=await self._put_image(request_iterator))
+        except SlipstreamError as error:
+            await context.abort(grpc.StatusCode[error.grpc_status], error.message)
+            raise
+
+    async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainReply:  # noqa: N802 (gRPC's name)
+        """Stop admitting and wait; the process goes on until it is told to stop."""
+        return pb.DrainReply(unfinished=await self.drain(request.timeout_ms / 1000))
+
+
+async def _read(session: Session, messages: AsyncIterator[pb.RouterMessage]) -> None:
+    async for message in messages:
+        session.receive(message)
+
+
+async def _write(session: Session, context: WriteContext) -> None:
+    while True:
+        await context.write(await session.next_message())

@@ -1,0 +1,152 @@
+"""One router's stream: Submits and Cancels in, one StepReport per engine step out. Knows no role and no engine.
+
+A (handle, attempt) gets exactly one end: Finished or Failed. What it wrote is merged while the stream is slow, so that unsent
+output is bounded by the tokens of the running requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+
+from slipstream.engine.sequence import GenerationRequest
+from slipstream.errors import CancelledError, InternalError, InvalidRequestError, SlipstreamError
+from slipstream.rpc import convert
+from slipstream.types import RequestId, Role, TokenEvent
+from slipstream.v1 import worker_pb2 as pb
+from worker.jobs import Job, Jobs
+
+logger = logging.getLogger(__name__)
+
+REMEMBERED = 4096
+"""Ended or cancelled (handle, attempt) pairs that a session keeps in mind."""
+
+Key = tuple[int, int]
+
+
+class Session:
+    """The requests of one connected router. Lives on the asyncio thread."""
+
+    def __init__(self, role: Role, jobs: Jobs, load: Callable[[], pb.Load]) -> None:
+        """`load`: the replica's load, to go with each report."""
+        self._role = role
+        self._jobs = jobs
+        self._load = load
+        self._running: dict[Key, Job] = {}
+        self._past: OrderedDict[Key, bool] = OrderedDict()  # True: cancelled before it came
+        self._report = pb.StepReport()
+        self._something = asyncio.Event()
+        self._load_wanted = False
+        self._closed = False
+
+    # In ----------------------------------------------------------------------------------------------------------------
+
+    def receive(self, message: pb.RouterMessage) -> None:
+        """Carry out one message. Never raises: a bad message fails its own request."""
+        kind = message.WhichOneof("message")
+        if kind == "submit":
+            self._submit(message.submit)
+        elif kind == "cancel":
+            self._cancel((message.cancel.handle, message.cancel.attempt))
+        else:
+            logger.warning("a router sent a message that this version does not know; update the older side")
+
+    def _submit(self, submit: pb.Submit) -> None:
+        key = (submit.handle, submit.attempt)
+        try:
+            if key in self._running:
+                raise InvalidRequestError(f"handle {submit.handle} attempt {submit.attempt} runs already", field="handle")
+            if key in self._past:
+                if self._past[key]:
+                    self._past[key] = False
+                    raise CancelledError("the request was cancelled before it came")
+                raise InvalidRequestError(f"handle {submit.handle} attempt {submit.attempt} was used before", field="handle")
+            job = make_job(submit, self._role, self)
+            self._jobs.start(job)
+            self._running[key] = job
+            return
+        except SlipstreamError as error:
+            refusal = error
+        except Exception as error:
+            logger.exception("a Submit could not be handled", extra={"request_id": submit.request_id})
+            refusal = InternalError(f"a fault on this replica refused the request: {type(error).__name__}")
+        self.failed(convert.failed_to_pb(*key, refusal))
+
+    def _cancel(self, key: Key) -> None:
+        if job := self._running.get(key):
+            job.abandon(CancelledError("the router cancelled the request"))
+        elif key not in self._past:
+            self._remember(key, cancelled=True)
+            self.failed(convert.failed_to_pb(*key, CancelledError("the request was cancelled before it came")))
+
+    def close(self) -> None:
+        """The router is gone: give up its requests."""
+        self._closed = True
+        for job in list(self._running.values()):
+            job.abandon(CancelledError("the router's session ended"))
+
+    # Out: what jobs say --------------------------------------------------------------------------------------------------
+
+    def token(self, handle: int, attempt: int, event: TokenEvent) -> None:
+        """A row of the next report."""
+        report = self._report
+        report.handle.append(handle)
+        report.attempt.append(attempt)
+        report.choice.append(event.choice)
+        report.index.append(event.index)
+        report.token.append(event.token)
+        self._something.set()
+
+    def finished(self, message: pb.Finished) -> None:
+        """Goes out with the next report, after its tokens."""
+        self._report.finished.append(message)
+        self._something.set()
+
+    def failed(self, message: pb.Failed) -> None:
+        """Goes out with the next report."""
+        self._report.failed.append(message)
+        self._something.set()
+
+    def over(self, handle: int, attempt: int) -> None:
+        """The job is gone; its key stays used."""
+        self._running.pop((handle, attempt), None)
+        self._remember((handle, attempt), cancelled=False)
+
+    def want_load(self) -> None:
+        """Send the load even if there is nothing else to say."""
+        self._load_wanted = True
+        self._something.set()
+
+    async def next_message(self) -> pb.WorkerMessage:
+        """Everything said since the last one, as soon as there is something."""
+        await self._something.wait()
+        self._something.clear()
+        report, self._report = self._report, pb.StepReport()
+        self._load_wanted = False
+        if report.handle or report.finished or report.failed:
+            report.load.CopyFrom(self._load())
+            return pb.WorkerMessage(step=report)
+        return pb.WorkerMessage(load=self._load())
+
+    def _remember(self, key: Key, *, cancelled: bool) -> None:
+        self._past[key] = cancelled
+        while len(self._past) > REMEMBERED:
+            self._past.popitem(last=False)
+
+
+def make_job(submit: pb.Submit, role: Role, outbox: Session) -> Job:
+    """A job out of a Submit. Raises InvalidRequestError for what no replica of this role can serve."""
+    if not submit.request_id or not submit.transfer_id:
+        raise InvalidRequestError("a Submit needs a request_id and a transfer_id", field="request_id")
+    if role is Role.DECODE:
+        if not submit.prefill_addresses:
+            raise InvalidRequestError("a Submit to a decode replica needs prefill_addresses", field="prefill_addresses")
+        if submit.images:
+            raise InvalidRequestError("decode replicas take no images; send them to prefill only", field="images")
+    grids = tuple(convert.image_from_pb(image)[1] for image in submit.images)
+    request = GenerationRequest(
+        id=RequestId(name=submit.request_id, attempt=submit.attempt), tokens=tuple(submit.tokens), grids=grids,
+        sampling=convert.sampling_from_pb(submit.sampling), stop=convert.stop_from_pb(submit))
+    return Job(submit, request, outbox, asyncio.get_running_loop().time() + submit.remaining_ms / 1000)
