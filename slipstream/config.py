@@ -143,6 +143,9 @@ class Config:
     ray: RayConfig = field(default_factory=RayConfig)
 
 
+_WORDS = {int: "a whole number", float: "a number", str: "text in quotes", bool: "true or false"}
+
+
 def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
     """Read a TOML file and apply `section.key=value` overrides (values are TOML; a bare word is a string).
 
@@ -227,6 +230,8 @@ def _build(kind: Any, data: Any, path: str, where: str) -> Any:
         if not isinstance(data, Mapping):
             raise ConfigError(f"{path} in {where} must be a section, not {data!r}", field=path)
         _, item = typing.get_args(kind)
+        if item is str:  # an environment: 4 is what `--set pools.decode.env.THREADS=4` gives
+            data = {key: str(value) if type(value) is int else value for key, value in data.items()}
         return {key: _build(item, value, _join(path, key), where) for key, value in data.items()}
     assert not isinstance(kind, types.UnionType), "no field of Config is a union"
     return _scalar(kind, data, path, where)
@@ -241,7 +246,7 @@ def _scalar(kind: Any, data: Any, path: str, where: str) -> Any:
     if kind is float and isinstance(data, int) and not isinstance(data, bool):
         return float(data)
     if not isinstance(data, kind) or (kind is not bool and isinstance(data, bool)):
-        raise ConfigError(f"{path} in {where} must be a {kind.__name__}, not {data!r}", field=path)
+        raise ConfigError(f"{path} in {where} must be {_WORDS[kind]}, not {data!r}", field=path)
     return data
 
 

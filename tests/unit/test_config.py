@@ -1,0 +1,97 @@
+"""Configuration: files, overrides, and errors that name what is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slipstream import config
+from slipstream.config import Config
+from slipstream.errors import ConfigError
+from slipstream.types import Role
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "deployment.toml"
+    path.write_text(text)
+    return path
+
+
+def test_nothing_given_is_one_replica_of_each_role() -> None:
+    assert config.load(None) == Config()
+    assert {name: (pool.role, pool.replicas) for name, pool in Config().pools.items()} == {
+        "prefill": (Role.PREFILL, 1), "decode": (Role.DECODE, 1)}
+
+
+def test_file_then_overrides(tmp_path: Path) -> None:
+    path = write(tmp_path, '[engine]\nblock_size = 32\nthreads = 2\n[router]\nhost = "::1"\n')
+    got = config.load(path, ["engine.threads=3", "router.port=0", "model.path=some/folder", "transfer.lease_seconds=2"])
+    assert (got.engine.block_size, got.engine.threads) == (32, 3)
+    assert (got.router.host, got.router.port) == ("::1", 0)
+    assert got.model.path == "some/folder"
+    assert got.transfer.lease_seconds == 2.0
+
+
+def test_a_default_pool_can_be_changed_without_a_file() -> None:
+    got = config.load(None, ["pools.decode.replicas=3", "pools.decode.env.FLAG=on", "pools.decode.env.N=4"])
+    assert (got.pools["decode"].role, got.pools["decode"].replicas) == (Role.DECODE, 3)
+    assert got.pools["decode"].env == {"FLAG": "on", "N": "4"}
+    assert got.pools["prefill"].replicas == 1
+
+
+def test_pools_of_a_file_replace_the_default_ones(tmp_path: Path) -> None:
+    path = write(tmp_path, '[pools.p]\nrole = "prefill"\nreplicas = 2\n[pools.d]\nrole = "decode"\n')
+    assert list(config.load(path).pools) == ["p", "d"]
+
+
+@pytest.mark.parametrize(("override", "says"), [
+    ("engine.blok_size=3", "did you mean engine.block_size?"),
+    ("engin.block_size=3", "did you mean engine?"),
+    ("pools.decode.replica=3", "did you mean pools.decode.replicas?"),
+    ("router.zzz=1", "known keys: "),
+    ("engine.block_size=big", "engine.block_size in the overrides must be a whole number, not 'big'"),
+    ("engine.block_size=true", "must be a whole number, not True"),
+    ("engine.block_size=0", "engine.block_size must be at least 1"),
+    ("engine.max_running=2000", "must not exceed engine.max_batch_tokens (1024)"),
+    ("transfer.parked_fraction=0.0", "must be in (0, 1]"),
+    ("router.port=70000", "0 to 65535"),
+    ("pools.decode.role=encode", "must be one of prefill, decode"),
+    ("pools.decode.replicas=0", "no pool has role decode"),
+    ("pools.router.role=decode", "is not `router`"),
+    ("pools.a/b.role=decode", "a-z, 0-9 and inner dashes"),
+    ("engine.block_size", "write it as section.key=value"),
+    ("router.port.x=1", "router.port in the overrides must be a whole number"),
+])
+def test_errors_say_what_is_wrong(override: str, says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config.load(None, [override])
+    assert says in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read_or_parsed_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read .*missing\.toml: No such file"):
+        config.load(tmp_path / "missing.toml")
+    with pytest.raises(ConfigError, match=r"deployment\.toml is not valid TOML"):
+        config.load(write(tmp_path, "[engine\n"))
+
+
+def test_plain_values_make_the_same_configuration_again() -> None:
+    made = config.load(None, ["engine.block_size=8", "pools.more.role=decode", "pools.more.env.A=1", "ray.cpus=2"])
+    assert config.from_dict(config.to_dict(made)) == made
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "deploy" / "examples").glob("*.toml")), ids=lambda path: path.name)
+def test_every_example_loads(path: Path) -> None:
+    config.load(path)
+
+
+def test_every_key_has_a_line_in_the_docs() -> None:
+    page = (ROOT / "docs" / "config.md").read_text()
+    for section, values in config.to_dict(Config()).items():
+        keys = values["prefill"] if section == "pools" else values
+        assert f"## `[{section}" in page
+        for key in keys:
+            assert f"| `{key}` |" in page, f"{section}.{key}"

@@ -1,0 +1,73 @@
+"""The Directory service, over a real gRPC connection."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc.aio
+import pytest
+
+from launch.directory import Directory, Endpoint
+from slipstream.rpc.channel import connect
+from slipstream.rpc.server import listen, new_server
+from slipstream.types import Role
+from slipstream.v1 import directory_pb2 as pb
+from slipstream.v1 import directory_pb2_grpc, worker_pb2
+
+Watch = AsyncIterator[pb.Snapshot]
+
+
+@pytest.fixture
+async def directory() -> AsyncIterator[tuple[Directory, str]]:
+    server, made = new_server(), Directory()
+    directory_pb2_grpc.add_DirectoryServicer_to_server(made, server)
+    address = await listen(server, "127.0.0.1:0")
+    yield made, address
+    made.close()
+    await server.stop(0)
+
+
+async def following(watch: Watch) -> dict[str, tuple[int, str, int]]:
+    snapshot = await asyncio.wait_for(anext(watch), 5)
+    return {one.replica_id: (one.role, one.address, one.epoch) for one in snapshot.endpoints}
+
+
+def endpoint(name: str, role: Role, epoch: int = 1) -> Endpoint:
+    return Endpoint(replica_id=name, role=role, address=f"127.0.0.1:{epoch}", epoch=epoch)
+
+
+async def test_the_whole_picture_at_once_and_after_every_change(directory: tuple[Directory, str]) -> None:
+    made, address = directory
+    made.put(endpoint("prefill-0", Role.PREFILL))
+    async with connect(address) as channel:
+        watch = aiter(directory_pb2_grpc.DirectoryStub(channel).Watch(pb.WatchRequest()))
+        p = {"prefill-0": (worker_pb2.ROLE_PREFILL, "127.0.0.1:1", 1)}
+        assert await following(watch) == p
+        made.put(endpoint("decode-0", Role.DECODE))
+        assert await following(watch) == p | {"decode-0": (worker_pb2.ROLE_DECODE, "127.0.0.1:1", 1)}
+        made.put(endpoint("decode-0", Role.DECODE, epoch=2))
+        assert (await following(watch))["decode-0"] == (worker_pb2.ROLE_DECODE, "127.0.0.1:2", 2)
+        made.remove("decode-0")
+        assert await following(watch) == p
+
+
+async def test_a_slow_watcher_gets_the_latest_picture(directory: tuple[Directory, str]) -> None:
+    made, address = directory
+    async with connect(address) as channel:
+        watch = aiter(directory_pb2_grpc.DirectoryStub(channel).Watch(pb.WatchRequest()))
+        assert await following(watch) == {}
+        for epoch in range(1, 50):
+            made.put(endpoint("decode-0", Role.DECODE, epoch))
+        while (await following(watch))["decode-0"][2] != 49:
+            pass
+
+
+async def test_closing_ends_every_watch(directory: tuple[Directory, str]) -> None:
+    made, address = directory
+    async with connect(address) as channel:
+        watch = aiter(directory_pb2_grpc.DirectoryStub(channel).Watch(pb.WatchRequest()))
+        assert await following(watch) == {}
+        made.close()
+        with pytest.raises((StopAsyncIteration, grpc.aio.AioRpcError)):
+            await following(watch)
