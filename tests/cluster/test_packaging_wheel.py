@@ -29,7 +29,7 @@ def test_the_wheel_holds_the_product_and_nothing_else(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     model = ("model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja", "README.md")
     assert names >= {f"slipstream/demo_model/{name}" for name in model}
-    assert names >= {"launch/demo_data/grid.png", "launch/demo_data/questions.json", "prefill/__main__.py", "slipstream/py.typed"}
+    assert names >= {"launch/demo_data/grid.png", "launch/demo_data/questions.json", "prefill/__main__.py"}
     tops = {name.split("/")[0] for name in names if ".dist-info/" not in name}
     assert tops == {"cache_transfer", "decode", "launch", "prefill", "router", "slipstream", "worker"}
 
