@@ -142,8 +142,9 @@ class Jobs:
         self._role = role
         self._jobs: dict[RequestId, Job] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self.idle = asyncio.Event()
+        """Set while there is no job."""
+        self.idle.set()
         self.draining = False
         self.started = 0
         """Jobs so far."""
@@ -160,7 +161,7 @@ class Jobs:
                                       field="request_id")
         self._jobs[job.request.id] = job
         self.started += 1
-        self._idle.clear()
+        self.idle.clear()
         task = asyncio.create_task(self._run(job))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -171,7 +172,7 @@ class Jobs:
         finally:
             del self._jobs[job.request.id]
             if not self._jobs:
-                self._idle.set()
+                self.idle.set()
 
     def on_step(self, tokens: Iterable[tuple[TokenEvent, Timing | None, MropeState | None]],
                 failures: Iterable[tuple[RequestId, SlipstreamError]]) -> None:
@@ -198,11 +199,11 @@ class Jobs:
         self.draining = True
         try:
             async with asyncio.timeout(timeout_seconds):
-                await self._idle.wait()
+                await self.idle.wait()
         except TimeoutError:
             cut_off = sum(not job.told for job in self._jobs.values())
             self.abandon_all(lambda: UnavailableError("this replica stopped before the request ended; send it again"))
-            await self._idle.wait()
+            await self.idle.wait()
             return cut_off
         return 0
 

@@ -51,7 +51,7 @@ class Cluster:
 
     def start_workers(self, *roles: str, overrides: Sequence[str] = (), epoch: int = 1) -> list[Running]:
         """Start replicas of these roles (`prefill`, `decode`) together; they are named `prefill-0`, `prefill-1` and so on."""
-        started = []
+        started: list[tuple[str, ChildProcess]] = []
         for role in roles:
             index = sum(name.startswith(role) for name in [*self.processes, *(name for name, _ in started)])
             name = f"{role}-{index}"
@@ -82,7 +82,8 @@ class Cluster:
         """End all processes; the exit statuses of those that were not killed."""
         left = [running for running in self.processes.values() if running.name not in self._killed]
         with ThreadPoolExecutor(max_workers=max(1, len(left))) as pool:
-            return dict(zip((running.name for running in left), pool.map(lambda one: one.child.stop(STOP_SECONDS), left), strict=True))
+            codes = pool.map(lambda running: running.child.stop(STOP_SECONDS), left)
+            return dict(zip((running.name for running in left), codes, strict=True))
 
     def _spawn(self, name: str, arguments: Sequence[str]) -> ChildProcess:
         command = [sys.executable, "-m", *arguments, "--exit-with-parent"]

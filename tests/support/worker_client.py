@@ -173,7 +173,8 @@ class Worker:
             assert not leg.ends, "a token after the end"
             leg.tokens[index] = token
             leg.news.set()
-        for end in (*report.finished, *report.failed):
+        ends: list[pb.Finished | pb.Failed] = [*report.finished, *report.failed]
+        for end in ends:
             leg = self._legs[end.handle, end.attempt]
             leg.ends.append(end)
             leg.over.set()

@@ -1,0 +1,84 @@
+"""decode.admission: who may land, who has to come back, and when."""
+
+from __future__ import annotations
+
+from decode.admission import CLAIM_SECONDS, MAX_RETRY_SECONDS, MIN_RETRY_SECONDS, Admission, blocks_needed
+from slipstream.types import EngineLoad
+
+
+def load(free_blocks: int, free_slots: int = 4, total_slots: int = 4, running: int = 0) -> EngineLoad:
+    return EngineLoad(waiting=0, running=running, parked=0, free_blocks=free_blocks, total_blocks=100,
+                      free_state_slots=free_slots, total_state_slots=total_slots)
+
+
+def test_an_empty_line_admits_everybody() -> None:
+    admission = Admission()
+    assert admission.ask("a", 100, load(100), 0.0) is None
+    assert admission.ask("b", 200, load(0), 0.0) is None, "the pools say no, not the line"
+
+
+def test_a_refusal_names_what_is_missing() -> None:
+    admission = Admission()
+    assert "30 blocks are needed, 20 of 100" in admission.refused("a", 30, load(20), 0.0).reason
+    assert "all 4 state slots" in admission.refused("b", 1, load(20, free_slots=0), 0.0).reason
+    assert "7 sequences run" in admission.refused("c", 1, load(20, running=7, total_slots=0, free_slots=0), 0.0).reason
+
+
+def test_a_small_request_does_not_starve_a_large_one() -> None:
+    admission = Admission()
+    admission.refused("large", 60, load(50), 0.0)
+    busy = admission.ask("small", 10, load(50), 0.1)
+    assert busy is not None
+    assert "1 requests wait" in busy.reason
+    assert admission.ask("large", 60, load(60), 0.2) is None, "the head of the line is asked for nothing"
+    admission.admitted("large")
+    assert admission.ask("small", 10, load(50), 0.3) is None, "nobody is ahead of it any more"
+
+
+def test_a_small_request_passes_where_it_leaves_enough() -> None:
+    admission = Admission()
+    admission.refused("large", 60, load(50), 0.0)
+    assert admission.ask("small", 10, load(70), 0.1) is None
+    assert admission.ask("small", 11, load(70), 0.1) is not None
+
+
+def test_the_last_state_slot_is_kept_for_the_head() -> None:
+    admission = Admission()
+    admission.refused("first", 1, load(100, free_slots=0), 0.0)
+    assert admission.ask("second", 1, load(100, free_slots=1), 0.1) is not None
+    assert admission.ask("third", 1, load(100, free_slots=2), 0.1) is None
+
+
+def test_a_place_is_lost_after_a_while() -> None:
+    admission = Admission()
+    admission.refused("gone", 60, load(50), 0.0)
+    assert admission.ask("small", 10, load(50), CLAIM_SECONDS) is not None
+    admission = Admission()
+    admission.refused("gone", 60, load(50), 0.0)
+    assert admission.ask("small", 10, load(50), CLAIM_SECONDS + 0.01) is None
+
+
+def test_a_place_is_kept_over_refusals_and_the_hint_grows_with_it() -> None:
+    admission = Admission()
+    for now in (0.0, 0.5, 1.0):
+        admission.ended(now)
+    hints = [admission.refused(name, 60, load(50), 1.0).retry_after_seconds for name in ("a", "b")]
+    assert hints[1] == min(MAX_RETRY_SECONDS, 2 * hints[0])
+    admission.refused("a", 60, load(50), 1.9)  # asks again: still the first
+    assert admission.ask("a", 60, load(50), 2.5) is None
+    assert admission.ask("b", 60, load(50), 2.5) is not None
+
+
+def test_hints_are_bounded() -> None:
+    admission = Admission()
+    assert admission.refused("a", 1, load(0), 0.0).retry_after_seconds >= MIN_RETRY_SECONDS
+    admission.ended(0.0)
+    admission.ended(0.0)
+    assert admission.refused("b", 1, load(0), 1000.0).retry_after_seconds == MAX_RETRY_SECONDS
+
+
+def test_blocks_needed_counts_output_but_not_its_last_token() -> None:
+    assert blocks_needed(16, 1, max_context=100, block_size=16) == 1
+    assert blocks_needed(16, 2, max_context=100, block_size=16) == 2
+    assert blocks_needed(1, 16, max_context=100, block_size=16) == 1
+    assert blocks_needed(90, 1000, max_context=97, block_size=16) == 6, "the context ends it"
