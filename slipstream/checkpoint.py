@@ -75,6 +75,9 @@ class Checkpoint:
     attention_bias: bool
     max_context: int
     eos_token_ids: frozenset[int]
+    default_temperature: float
+    """generation_config.json: 0 where it says that tokens are not sampled."""
+    default_top_p: float
     vision: VisionConfig | None
     image: ImageConfig | None
     image_token_id: int | None
@@ -124,6 +127,8 @@ def read(path: Path) -> Checkpoint:
         attention_bias=bool(text.get("attention_bias", False)),
         max_context=int(text.get("max_position_embeddings", 32768)),
         eos_token_ids=eos_ids,
+        default_temperature=float(generation.get("temperature", 1.0)) if generation.get("do_sample", True) else 0.0,
+        default_top_p=float(generation.get("top_p", 1.0)) if generation.get("do_sample", True) else 1.0,
         vision=vision,
         image=_image(path, vision),
         image_token_id=config.get("image_token_id") if vision else None,

@@ -1,0 +1,91 @@
+"""`python -m router`: serve HTTP until told to stop, then drain."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import socket
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import uvicorn
+import uvloop
+
+from router.app import App
+from router.service import RouterService
+from slipstream import process
+from slipstream.config import Config
+from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.rpc.server import join_address
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> int:
+    """Exit status: 0 after a drain, 2 for a wrong configuration."""
+    parser = process.parser("router", __doc__ or "")
+    parser.add_argument("--worker", action="append", default=[], metavar="HOST:PORT", help="a worker's address; repeatable")
+    parser.add_argument("--directory", metavar="HOST:PORT", help="the supervisor's Directory, which lists the workers")
+    arguments = parser.parse_args()
+    try:
+        config = process.start(arguments, "router")
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(config, arguments))
+    except SlipstreamError as error:
+        print(f"router: {error.message}", file=sys.stderr)
+        return 2
+    return 0
+
+
+async def _serve(config: Config, arguments: argparse.Namespace) -> None:
+    stop = process.stop_event()
+    listener = _listen(config.router.host, config.router.port)
+    service = RouterService(config)
+    for address in arguments.worker:
+        service.workers.add(address)
+    if arguments.directory:
+        service.workers.watch(arguments.directory)
+    server = _Server(uvicorn.Config(App(service).asgi, loop="none", http="httptools", ws="none", lifespan="off",
+                                    access_log=False, log_config=None, timeout_graceful_shutdown=5, server_header=False))
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    host, port = listener.getsockname()[:2]
+    process.announce(http=join_address(host, port), pid=os.getpid())
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+    logger.info("draining")
+    await service.drain()
+    server.should_exit = True
+    await serving
+    await service.close()
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to `process.stop_event`, which drains first."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Captures none."""
+        yield
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Raises ConfigError naming the port when it is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {join_address(host, port)}: {error.strerror}; set router.port to another port, or "
+                          "to 0 for any free one", field="router.port") from error
+    listener.listen(1024)
+    listener.setblocking(False)
+    return listener
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,270 @@
+"""The HTTP surface: routes, bodies, statuses, disconnects. Knows no worker.
+
+An error before the first byte has its own status and OpenAI's error object; after it the stream ends with an error event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from router import openai
+from router.dispatch import End
+from router.service import RouterService, Ticket, new_request_id, report
+from router.stream import DONE, Shape, error_body, event, usage
+from slipstream.errors import (
+    CancelledError,
+    InternalError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    RequestTooLargeError,
+    SlipstreamError,
+)
+from slipstream.observability import logs
+from slipstream.observability.metrics import CONTENT_TYPE
+from slipstream.types import Role
+
+logger = logging.getLogger(__name__)
+
+_json = msgspec.json.Encoder()
+_CLIENT_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class App:
+    """Binds a RouterService to its routes."""
+
+    def __init__(self, service: RouterService) -> None:
+        self._service = service
+        routes = [("/v1/chat/completions", self._chat, "POST"), ("/v1/completions", self._completion, "POST"),
+                  ("/v1/models", self._models, "GET"), ("/v1/models/{name}", self._model, "GET"),
+                  ("/health", self._health, "GET"), ("/live", self._live, "GET"), ("/metrics", self._metrics, "GET"),
+                  ("/status", self._status, "GET")]
+        self.asgi = Starlette(
+            routes=[Route(path, self._guard(path, endpoint), methods=[method]) for path, endpoint, method in routes],
+            exception_handlers={HTTPException: self._no_route})
+
+    # Plain endpoints --------------------------------------------------------------------------------------------------
+
+    async def _live(self, request: Request) -> Response:
+        return _respond({"status": "live"})
+
+    async def _health(self, request: Request) -> Response:
+        problem = self._service.problem()
+        return _respond({"status": "unavailable" if problem else "ok", "problem": problem}, 503 if problem else 200,
+                        {"retry-after": "1"} if problem else {})
+
+    async def _metrics(self, request: Request) -> Response:
+        return Response(self._service.metrics.exposition(), media_type=CONTENT_TYPE)
+
+    async def _status(self, request: Request) -> Response:
+        return _respond(self._service.status())
+
+    async def _models(self, request: Request) -> Response:
+        return _respond({"object": "list", "data": [self._card()]})
+
+    async def _model(self, request: Request) -> Response:
+        if request.path_params["name"] != self._service.model_name:
+            raise ModelNotFoundError(f"no such model; this router serves {self._service.model_name}", field="model")
+        return _respond(self._card())
+
+    def _card(self) -> dict[str, Any]:
+        service = self._service
+        return {"id": service.model_name, "object": "model", "created": service.created, "owned_by": "slipstream",
+                "max_model_len": service.max_context}
+
+    # Generation -------------------------------------------------------------------------------------------------------
+
+    async def _chat(self, request: Request) -> Response:
+        body, deadline = await self._body(request), self._deadline(request)
+        name = logs.request_id.get()
+        parsed = openai.chat_request(body)
+        ticket = await self._service.begin_chat(parsed, name, deadline)
+        return await self._answer(request, ticket, chat=True)
+
+    async def _completion(self, request: Request) -> Response:
+        body, deadline = await self._body(request), self._deadline(request)
+        name = logs.request_id.get()
+        parsed = openai.completion_request(body)
+        ticket = await self._service.begin_completion(parsed, name, deadline)
+        return await self._answer(request, ticket, chat=False)
+
+    async def _answer(self, request: Request, ticket: Ticket, *, chat: bool) -> Response:
+        shape = Shape(id=("chatcmpl-" if chat else "cmpl-") + ticket.id.removeprefix("req-"), model=self._service.model_name,
+                      created=int(time.time()), chat=chat)
+        wants_report = request.headers.get("x-slipstream-report") == "1"
+        reader = _Reader(self._service, ticket)
+        watch = asyncio.create_task(_disconnect(request, ticket))
+        try:
+            if not ticket.options.stream:
+                return _respond(await self._whole(reader, shape, wants_report))
+            first = await reader.next()  # a failure before the first token still has its own status
+        except BaseException:
+            reader.close()
+            raise
+        finally:
+            watch.cancel()
+            with suppress(asyncio.CancelledError):
+                await watch
+        return StreamingResponse(self._stream(reader, first, shape, wants_report), media_type="text/event-stream",
+                                 headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    async def _whole(self, reader: _Reader, shape: Shape, wants_report: bool) -> dict[str, Any]:
+        pieces: list[str] = []
+        reason: str | None = None
+        while reason is None:
+            text, reason = await reader.next()
+            pieces.append(text)
+        reader.close()
+        body = shape.whole("".join(pieces), reason, reader.usage())
+        return {**body, "slipstream": report(reader.ticket.generation)} if wants_report else body
+
+    async def _stream(self, reader: _Reader, first: tuple[str, str | None], shape: Shape,
+                      wants_report: bool) -> AsyncIterator[bytes]:
+        asked = reader.ticket.options.include_usage
+        try:
+            text, reason = first
+            yield event(shape.chunk(text, None, first=True, usage=asked))
+            while reason is None:
+                text, reason = await reader.next()
+                if text:
+                    yield event(shape.chunk(text, None, usage=asked))
+            last = shape.chunk(None, reason, usage=asked)
+            if wants_report:
+                last["slipstream"] = report(reader.ticket.generation)
+            yield event(last)
+            if asked:
+                yield event(shape.usage_chunk(reader.usage()))
+            yield DONE
+        except SlipstreamError as error:
+            logger.warning("the stream ended with an error: %s", error.message, extra={"request_id": reader.ticket.id})
+            yield event(error_body(error))
+        finally:
+            reader.close()
+
+    # Bodies, errors ---------------------------------------------------------------------------------------------------
+
+    async def _body(self, request: Request) -> Any:
+        limit = self._service.config.router.max_body_bytes
+        too_large = RequestTooLargeError(f"the body is larger than {limit} bytes (router.max_body_bytes)")
+        declared = request.headers.get("content-length", "0")
+        if declared.isdigit() and int(declared) > limit:
+            raise too_large
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > limit:
+                raise too_large
+        try:
+            return await asyncio.to_thread(json.loads, body) if len(body) > 1 << 20 else json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequestError("the body is not valid JSON") from error
+
+    def _deadline(self, request: Request) -> float:
+        limit = self._service.config.router.request_timeout_seconds
+        text = request.headers.get("x-request-timeout-seconds")
+        if text is None:
+            return time.monotonic() + limit
+        if not re.fullmatch(r"\d{1,9}(\.\d{1,9})?", text) or float(text) <= 0:
+            raise InvalidRequestError("x-request-timeout-seconds must be a positive number of seconds",
+                                      field="x-request-timeout-seconds")
+        return time.monotonic() + min(limit, float(text))
+
+    def _guard(self, path: str, endpoint: Endpoint) -> Endpoint:
+        """Request id, error object and counters around every endpoint."""
+
+        async def guarded(request: Request) -> Response:
+            name = new_request_id()
+            given = request.headers.get("x-request-id", "")
+            shown = given if _CLIENT_ID.fullmatch(given) else name
+            logs.request_id.set(name)
+            try:
+                response = await endpoint(request)
+            except SlipstreamError as error:
+                response = _failure(error)
+            except Exception:
+                logger.exception("a fault in %s", path)
+                response = _failure(InternalError(f"a fault of the router; its log has more under request id {name}"))
+            response.headers["x-request-id"] = shown
+            if shown != name:
+                logger.info("client request id %s is %s", shown, name)
+            self._service.metrics.requests.labels(path, str(response.status_code)).inc()
+            return response
+
+        return guarded
+
+    async def _no_route(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        self._service.metrics.requests.labels("unmatched", str(error.status_code)).inc()
+        what = "no such path" if error.status_code == 404 else "this path does not take that method"
+        body = {"error": {"message": what, "type": "invalid_request_error", "param": None, "code": "not_found"}}
+        return _respond(body, error.status_code, dict(error.headers or {}))
+
+
+class _Reader:
+    """A ticket's text, piece by piece; gives the ticket back exactly once."""
+
+    def __init__(self, service: RouterService, ticket: Ticket) -> None:
+        self.ticket = ticket
+        self._service = service
+        self._closed = False
+
+    async def next(self) -> tuple[str, str | None]:
+        """(text, finish reason once it is over). Raises what ended the request badly."""
+        generation, text = self.ticket.generation, self.ticket.text
+        output = await generation.next()
+        shown = text.add(output.tokens)
+        if text.stopped:
+            generation.enough()
+            return shown, "stop"
+        end: End | None = output.end
+        if end is None:
+            return shown, None
+        if end.error is not None:
+            raise end.error
+        assert end.reason is not None
+        shown += text.finish()
+        return shown, "stop" if text.stopped else end.reason.value
+
+    def usage(self) -> dict[str, Any]:
+        """So far."""
+        prefill = self.ticket.generation.dispatch.stats.get(Role.PREFILL)
+        return usage(self.ticket.prompt_tokens, self.ticket.text.tokens, prefill.cached_tokens if prefill else 0)
+
+    def close(self) -> None:
+        """Cancels what still runs."""
+        if not self._closed:
+            self._closed = True
+            self._service.end(self.ticket)
+
+
+async def _disconnect(request: Request, ticket: Ticket) -> None:
+    """Give the request up when the client goes before it has an answer."""
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            ticket.generation.give_up(CancelledError("the client went away"))
+            return
+
+
+def _respond(body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(_json.encode(body), status_code=status, media_type="application/json", headers=headers)
+
+
+def _failure(error: SlipstreamError) -> Response:
+    headers = {} if error.retry_after_seconds is None else {"retry-after": str(max(1, round(error.retry_after_seconds)))}
+    return _respond(error_body(error), error.http_status, headers)

@@ -1,0 +1,236 @@
+"""OpenAI request bodies to checked requests; knows no model and no HTTP. A refusal names its field, and never echoes input.
+
+A field that would change the answer and is not supported is refused; one that changes nothing is accepted and ignored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.errors import InvalidRequestError
+
+MAX_STOPS = 4
+MAX_STOP_CHARACTERS = 1024
+MAX_MESSAGES = 4096
+_ROLES = ("system", "developer", "user", "assistant")
+_MAX_SEED = 1 << 63
+
+# field -> the values that change nothing
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,), "best_of": (1,), "logprobs": (False, 0), "top_logprobs": (0,), "echo": (False,), "suffix": ("",),
+    "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},), "tools": ([],),
+    "functions": ([],), "tool_choice": ("none", "auto"), "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},), "modalities": (["text"],), "min_tokens": (0,), "top_k": (0, -1), "min_p": (0,),
+    "prompt_logprobs": (0, False), "web_search_options": (), "audio": (), "prediction": (), "chat_template": (),
+    "chat_template_kwargs": ({},), "guided_json": (), "guided_regex": (), "reasoning_effort": (), "cache_salt": ("",),
+    "image_embeds": (), "prompt_embeds": (),
+}
+_IGNORED = frozenset({"user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier",
+                      "prompt_cache_key", "priority", "verbosity"})
+_COMMON = frozenset({"model", "stream", "stream_options", "temperature", "top_p", "seed", "max_tokens", "stop",
+                     "stop_token_ids", "ignore_eos"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What chat and text completions have in common; None: not given."""
+
+    model: str
+    stream: bool
+    include_usage: bool
+    temperature: float | None
+    top_p: float | None
+    seed: int | None
+    max_tokens: int | None
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    ignore_eos: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatRequest:
+    """POST /v1/chat/completions."""
+
+    options: Options
+    messages: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionRequest:
+    """POST /v1/completions."""
+
+    options: Options
+    prompt: str | list[int]
+
+
+def chat_request(body: Any) -> ChatRequest:
+    """Raises InvalidRequestError naming the field."""
+    fields = _object(body, "the body")
+    _check_fields(fields, _COMMON | {"messages", "max_completion_tokens"})
+    messages = fields.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise InvalidRequestError("messages must be a list of at least one message", field="messages")
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidRequestError(f"messages holds {len(messages)} messages; the limit is {MAX_MESSAGES}", field="messages")
+    return ChatRequest(options=_options(fields), messages=[_message(item, i) for i, item in enumerate(messages)])
+
+
+def completion_request(body: Any) -> CompletionRequest:
+    """Raises InvalidRequestError naming the field."""
+    fields = _object(body, "the body")
+    _check_fields(fields, _COMMON | {"prompt"})
+    prompt = fields.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    if isinstance(prompt, str) and prompt:
+        return CompletionRequest(options=_options(fields), prompt=prompt)
+    if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
+        return CompletionRequest(options=_options(fields), prompt=prompt)
+    raise InvalidRequestError("prompt must be one non-empty string, or one non-empty list of token ids; send several prompts "
+                              "as several requests", field="prompt")
+
+
+def _object(value: Any, field: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"{field} must be a JSON object", field=None if field == "the body" else field)
+    return value
+
+
+def _check_fields(fields: Mapping[str, Any], known: frozenset[str]) -> None:
+    for name, value in fields.items():
+        if name in known or name in _IGNORED or value is None:
+            continue
+        if name not in _NEUTRAL:
+            raise InvalidRequestError(f"unknown field {name[:64]!r}; leave it out", field=name[:64])
+        if not any((type(value) is type(neutral) and value == neutral) or _same_number(value, neutral)
+                   for neutral in _NEUTRAL[name]):
+            raise InvalidRequestError(f"{name} is not supported with this value; leave it out", field=name)
+
+
+def _same_number(value: Any, neutral: Any) -> bool:
+    numbers = isinstance(value, int | float) and isinstance(neutral, int | float)
+    return numbers and not isinstance(value, bool) and not isinstance(neutral, bool) and value == neutral
+
+
+def _options(fields: Mapping[str, Any]) -> Options:
+    model = fields.get("model")
+    if not isinstance(model, str) or not model:
+        raise InvalidRequestError("model must be the name of a model; GET /v1/models lists them", field="model")
+    stream = _bool(fields, "stream")
+    return Options(
+        model=model, stream=stream, include_usage=_include_usage(fields, stream),
+        temperature=_number(fields, "temperature", 0.0, 2.0), top_p=_number(fields, "top_p", 0.0, 1.0, open_low=True),
+        seed=_integer(fields, "seed", -_MAX_SEED, _MAX_SEED - 1), max_tokens=_max_tokens(fields), stop=_stop(fields),
+        stop_token_ids=_stop_token_ids(fields), ignore_eos=_bool(fields, "ignore_eos"))
+
+
+def _include_usage(fields: Mapping[str, Any], stream: bool) -> bool:
+    options = fields.get("stream_options")
+    if options is None:
+        return False
+    if not stream:
+        raise InvalidRequestError("stream_options is for streamed requests; set stream to true", field="stream_options")
+    options = _object(options, "stream_options")
+    for name in options:
+        if name not in ("include_usage", "include_obfuscation"):
+            raise InvalidRequestError(f"unknown field stream_options.{name[:64]}", field="stream_options")
+    return _bool(options, "include_usage", "stream_options.")
+
+
+def _max_tokens(fields: Mapping[str, Any]) -> int | None:
+    old = _integer(fields, "max_tokens", 1, 1 << 31)
+    new = _integer(fields, "max_completion_tokens", 1, 1 << 31)
+    if old is not None and new is not None and old != new:
+        raise InvalidRequestError("max_tokens and max_completion_tokens differ; give one", field="max_completion_tokens")
+    return old if new is None else new
+
+
+def _stop(fields: Mapping[str, Any]) -> tuple[str, ...]:
+    stop = fields.get("stop")
+    if stop is None:
+        return ()
+    stops = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stops, list) or len(stops) > MAX_STOPS or not all(
+            isinstance(one, str) and 0 < len(one) <= MAX_STOP_CHARACTERS for one in stops):
+        raise InvalidRequestError(f"stop must be a non-empty string or a list of at most {MAX_STOPS}, each of at most "
+                                  f"{MAX_STOP_CHARACTERS} characters", field="stop")
+    return tuple(stops)
+
+
+def _stop_token_ids(fields: Mapping[str, Any]) -> tuple[int, ...]:
+    ids = fields.get("stop_token_ids")
+    if ids is None:
+        return ()
+    if not isinstance(ids, list) or len(ids) > 64 or not all(type(one) is int and 0 <= one < 1 << 31 for one in ids):
+        raise InvalidRequestError("stop_token_ids must be a list of at most 64 token ids", field="stop_token_ids")
+    return tuple(ids)
+
+
+def _bool(fields: Mapping[str, Any], name: str, prefix: str = "") -> bool:
+    value = fields.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise InvalidRequestError(f"{prefix}{name} must be true or false", field=prefix + name)
+    return bool(value)
+
+
+def _integer(fields: Mapping[str, Any], name: str, low: int, high: int) -> int | None:
+    value = fields.get(name)
+    if value is None:
+        return None
+    if type(value) is not int or not low <= value <= high:
+        raise InvalidRequestError(f"{name} must be an integer from {low} to {high}", field=name)
+    return value
+
+
+def _number(fields: Mapping[str, Any], name: str, low: float, high: float, open_low: bool = False) -> float | None:
+    value = fields.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) \
+            or not low <= value <= high or (open_low and value == low):
+        raise InvalidRequestError(f"{name} must be a number {'above' if open_low else 'from'} {low:g} "
+                                  f"{'and up to' if open_low else 'to'} {high:g}", field=name)
+    return float(value)
+
+
+def _message(value: Any, number: int) -> dict[str, Any]:
+    """A message as the template takes it: role and content only."""
+    where = f"messages[{number}]"
+    message = _object(value, where)
+    role = message.get("role")
+    if role not in _ROLES:
+        raise InvalidRequestError(f"{where}.role must be one of {', '.join(_ROLES)}", field=f"{where}.role")
+    for name, extra in message.items():
+        if name not in ("role", "content", "name", "refusal", "annotations", "audio") and extra not in (None, [], {}):
+            raise InvalidRequestError(f"{where}.{name[:64]} is not supported", field=f"{where}.{name[:64]}")
+    return {"role": "system" if role == "developer" else role, "content": _content(message.get("content"), where, role)}
+
+
+def _content(content: Any, where: str, role: str) -> str | list[dict[str, Any]]:
+    field = f"{where}.content"
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise InvalidRequestError(f"{field} must be a string, or a non-empty list of parts", field=field)
+    return [_part(part, f"{field}[{i}]", role) for i, part in enumerate(content)]
+
+
+def _part(value: Any, where: str, role: str) -> dict[str, Any]:
+    part = _object(value, where)
+    kind = part.get("type")
+    if kind == "text":
+        if not isinstance(part.get("text"), str):
+            raise InvalidRequestError(f"{where}.text must be a string", field=f"{where}.text")
+        return {"type": "text", "text": part["text"]}
+    if kind == "image_url":
+        if role != "user":
+            raise InvalidRequestError(f"{where}: only a user message may hold images", field=where)
+        image = part.get("image_url")
+        url = image.get("url") if isinstance(image, dict) else image
+        if not isinstance(url, str):
+            raise InvalidRequestError(f"{where}.image_url.url must be a string", field=f"{where}.image_url.url")
+        return {"type": "image_url", "image_url": {"url": url}}
+    raise InvalidRequestError(f"{where}.type must be text or image_url", field=f"{where}.type")

@@ -1,0 +1,107 @@
+"""Messages or text to a prompt that workers take: template, tokens, pictures, limits. Blocking: runs on a thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.checkpoint import Checkpoint
+from slipstream.config import RouterConfig
+from slipstream.errors import ContextLengthError, InvalidRequestError
+from slipstream.positions import check_images, merged_tokens
+from slipstream.text.chat import ChatTemplate
+from slipstream.text.images import Picture, decode, from_data_url
+from slipstream.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """What is computed: every placeholder expanded, every picture resized."""
+
+    tokens: tuple[int, ...]
+    pictures: tuple[Picture, ...] = ()
+
+
+class PromptBuilder:
+    """Everything that a checkpoint says of its input side."""
+
+    def __init__(self, checkpoint: Checkpoint, config: RouterConfig, max_context: int) -> None:
+        """Raises CheckpointError where tokenizer or template are missing."""
+        self.checkpoint = checkpoint
+        self.max_context = max_context
+        self.tokenizer = Tokenizer(checkpoint.path)
+        self._template = ChatTemplate(checkpoint.path, self.tokenizer.quote)
+        self._config = config
+
+    def chat(self, messages: Sequence[dict[str, Any]]) -> Prompt:
+        """`messages` as the OpenAI API has them, checked for form already. Raises InvalidRequestError."""
+        urls: list[tuple[str, str]] = []
+        plain = [self._plain(message, number, urls) for number, message in enumerate(messages)]
+        if urls and self.checkpoint.image is None:
+            raise InvalidRequestError("this model is text-only; send the request without images", field=urls[0][1])
+        if len(urls) > self._config.max_images:
+            raise InvalidRequestError(f"{len(urls)} images; a request may hold {self._config.max_images}", field="messages")
+        pictures = []
+        for url, field in urls:
+            assert self.checkpoint.image is not None
+            pictures.append(decode(from_data_url(url, field), self.checkpoint.image,
+                                   max_pixels=self._config.max_image_pixels, field=field))
+        return self._finish(self.tokenizer.encode(self._template.render(plain)), pictures, "messages")
+
+    def text(self, text: str) -> Prompt:
+        """A bare prompt; special tokens in it stay text."""
+        if not text:
+            raise InvalidRequestError("prompt is empty; send some text", field="prompt")
+        return self._finish(self.tokenizer.encode(self.tokenizer.quote(text)), [], "prompt")
+
+    def ids(self, tokens: Sequence[int]) -> Prompt:
+        """A prompt of token ids. Raises InvalidRequestError for an id outside the vocabulary."""
+        for number, token in enumerate(tokens):
+            if not 0 <= token < self.checkpoint.vocab_size:
+                raise InvalidRequestError(f"prompt[{number}] is not in the vocabulary of {self.checkpoint.vocab_size} tokens",
+                                          field="prompt")
+        return self._finish(list(tokens), [], "prompt")
+
+    def max_tokens(self, prompt: Prompt, wanted: int | None) -> int:
+        """Output tokens that the request may have. Raises ContextLengthError with the three numbers."""
+        room = self.max_context - len(prompt.tokens)
+        if room < 1 or (wanted is not None and wanted > room):
+            asked = f"{wanted} output tokens" if wanted is not None else "at least 1 output token"
+            raise ContextLengthError(f"{len(prompt.tokens)} prompt tokens (images included) and {asked} exceed the context of "
+                                     f"{self.max_context} tokens; shorten the prompt or lower max_tokens",
+                                     field="messages" if room < 1 else "max_tokens")
+        return room if wanted is None else wanted
+
+    def _plain(self, message: dict[str, Any], number: int, urls: list[tuple[str, str]]) -> dict[str, Any]:
+        content = message["content"]
+        if isinstance(content, str):
+            return message
+        parts: list[dict[str, Any]] = []
+        for index, part in enumerate(content):
+            if part["type"] == "text":
+                parts.append({"type": "text", "text": part["text"]})
+                continue
+            urls.append((part["image_url"]["url"], f"messages[{number}].content[{index}].image_url"))
+            parts.append({"type": "image"})
+        return {**message, "content": parts}
+
+    def _finish(self, tokens: list[int], pictures: Sequence[Picture], field: str) -> Prompt:
+        """Expand each picture's placeholder to as many tokens as it takes."""
+        if not tokens:
+            raise InvalidRequestError(f"{field} is empty; send some text", field=field)
+        checkpoint = self.checkpoint
+        if checkpoint.vision is None or checkpoint.image_token_id is None:
+            return Prompt(tokens=tuple(tokens))
+        merge = checkpoint.vision.merge_size
+        found = tokens.count(checkpoint.image_token_id)
+        if found != len(pictures):
+            raise InvalidRequestError(f"the prompt has places for {found} images and the request holds {len(pictures)}",
+                                      field=field)
+        expanded: list[int] = []
+        left = iter(pictures)
+        for token in tokens:
+            expanded.extend([token] * merged_tokens(next(left).grid, merge) if token == checkpoint.image_token_id else [token])
+        check_images(expanded, [picture.grid for picture in pictures], image_token_id=checkpoint.image_token_id,
+                     video_token_id=checkpoint.video_token_id, merge_size=merge)
+        return Prompt(tokens=tuple(expanded), pictures=tuple(pictures))

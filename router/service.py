@@ -1,0 +1,200 @@
+"""What a router is: prompts in, generations out, counted and limited. The HTTP app is its only user; knows no HTTP itself."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from router import policy
+from router.generate import GenerateRequest, Generation, Times
+from router.limits import Limits
+from router.openai import ChatRequest, CompletionRequest, Options
+from router.prompt import Prompt, PromptBuilder
+from router.stream import TextStream
+from router.workers import WorkerLink, Workers
+from slipstream import checkpoint as checkpoints
+from slipstream.config import Config
+from slipstream.errors import ModelNotFoundError, UnavailableError
+from slipstream.observability.metrics import RouterMetrics
+from slipstream.types import Role, SamplingParams, StopParams
+
+logger = logging.getLogger(__name__)
+
+PROMPT_THREADS = 2
+_SEED_BITS = 63
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ticket:
+    """One admitted request."""
+
+    id: str
+    """Ours, unique; what the client may have called it is only logged."""
+    options: Options
+    generation: Generation
+    text: TextStream
+    prompt_tokens: int
+
+
+class RouterService:
+    """One per process. `start` on the event loop, `close` at the end."""
+
+    def __init__(self, config: Config) -> None:
+        """Raises ConfigError and CheckpointError."""
+        self.config = config
+        self.checkpoint = checkpoints.read(checkpoints.resolve(config.model.path))
+        self.model_name = config.model.served_name or self.checkpoint.path.name
+        limit = self.checkpoint.max_context
+        self.max_context = min(config.engine.max_context or limit, limit)
+        self.builder = PromptBuilder(self.checkpoint, config.router, self.max_context)
+        self.metrics = RouterMetrics(CollectorRegistry())
+        self.limits = Limits(config.router.max_in_flight)
+        self.draining = False
+        self.created = int(time.time())
+        self._threads = ThreadPoolExecutor(PROMPT_THREADS, thread_name_prefix="prompt")
+        self._numbers = itertools.count(1)
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.workers = Workers(self._workers_changed)
+
+    async def close(self) -> None:
+        """End every connection."""
+        await self.workers.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def drain(self) -> int:
+        """Take nothing new and wait for what runs; the number of requests that the time cut off."""
+        self.draining = True
+        try:
+            async with asyncio.timeout(self.config.router.drain_seconds):
+                await self._idle.wait()
+        except TimeoutError:
+            logger.warning("%d requests are cut off by the end of the drain", self.limits.in_flight)
+        return self.limits.in_flight
+
+    def problem(self) -> str:
+        """Why no request can be served now, or empty."""
+        return "the router is draining" if self.draining else policy.missing(self.workers.views())
+
+    async def begin_chat(self, request: ChatRequest, name: str, deadline: float) -> Ticket:
+        """Raises the SlipstreamError that refuses the request."""
+        return await self._begin(request.options, lambda: self.builder.chat(request.messages), name, deadline)
+
+    async def begin_completion(self, request: CompletionRequest, name: str, deadline: float) -> Ticket:
+        """Raises the SlipstreamError that refuses the request."""
+        prompt = request.prompt
+        return await self._begin(
+            request.options, lambda: self.builder.text(prompt) if isinstance(prompt, str) else self.builder.ids(prompt),
+            name, deadline)
+
+    def end(self, ticket: Ticket) -> None:
+        """The reader is done with it, however it ended. Call exactly once."""
+        ticket.generation.close()
+        self._leave()
+        self._account(ticket.generation)
+
+    async def _begin(self, options: Options, build: Callable[[], Prompt], name: str, deadline: float) -> Ticket:
+        arrived = time.monotonic()
+        if options.model != self.model_name:
+            raise ModelNotFoundError(f"the model that was asked for is not served here; this router serves {self.model_name}",
+                                     field="model")
+        if reason := self.problem():
+            raise UnavailableError(f"{reason}; try again soon", retry_after_seconds=1.0)
+        self.limits.admit()
+        self._idle.clear()
+        self.metrics.in_flight.set(self.limits.in_flight)
+        try:
+            prompt = await asyncio.get_running_loop().run_in_executor(self._threads, build)
+            generation = self._generation(options, prompt, name, arrived, deadline)
+            generation.start()
+        except BaseException:
+            self._leave()
+            raise
+        self.metrics.prompt_tokens.inc(len(prompt.tokens))
+        hidden = generation.request.stop.stop_token_ids
+        return Ticket(id=name, options=options, generation=generation, prompt_tokens=len(prompt.tokens),
+                      text=TextStream(self.builder.tokenizer, options.stop, hidden))
+
+    def _generation(self, options: Options, prompt: Prompt, name: str, arrived: float, deadline: float) -> Generation:
+        eos = frozenset() if options.ignore_eos else self.checkpoint.eos_token_ids
+        temperature, top_p = options.temperature, options.top_p
+        seed = options.seed if options.seed is not None else secrets.randbits(_SEED_BITS)
+        handle = next(self._numbers)
+        request = GenerateRequest(
+            id=name, handle=handle, prompt=prompt, deadline=deadline,
+            sampling=SamplingParams(temperature=self.checkpoint.default_temperature if temperature is None else temperature,
+                                    top_p=self.checkpoint.default_top_p if top_p is None else top_p, seed=seed),
+            stop=StopParams(max_tokens=self.builder.max_tokens(prompt, options.max_tokens),
+                            stop_token_ids=eos | frozenset(options.stop_token_ids)))
+        return Generation(request=request, workers=self.workers, metrics=self.metrics, turn=handle,
+                          unread_bytes=self.config.router.unread_bytes, times=Times(arrived=arrived))
+
+    def _leave(self) -> None:
+        self.limits.leave()
+        self.metrics.in_flight.set(self.limits.in_flight)
+        if not self.limits.in_flight:
+            self._idle.set()
+
+    def _account(self, generation: Generation) -> None:
+        metrics, times = self.metrics, generation.times
+        end = generation.end
+        if end is not None and end.error is None and times.ended is not None:
+            metrics.e2e.observe(times.ended - times.arrived)
+        if end is not None and end.error is not None:
+            metrics.errors.labels(end.error.code).inc()
+        if decode := generation.dispatch.stats.get(Role.DECODE):
+            metrics.transfer.observe(decode.transfer_seconds)
+            metrics.transfer_bytes.labels("kv").inc(decode.kv_bytes)
+            metrics.transfer_bytes.labels("state").inc(decode.state_bytes)
+
+    def _workers_changed(self) -> None:
+        for role in Role:
+            self.metrics.replicas.labels(role.value).set(self.workers.count(role))
+
+    def status(self) -> dict[str, Any]:
+        """What `slipstream status` shows."""
+        return {"model": self.model_name, "problem": self.problem(), "in_flight": self.limits.in_flight,
+                "max_in_flight": self.limits.max_in_flight, "replicas": [_describe(link) for link in self.workers.links()]}
+
+
+def report(generation: Generation) -> dict[str, float | int]:
+    """The router's account of one request, for a client that asked for it."""
+    times, stats = generation.times, generation.dispatch.stats
+    prefill, decode = stats.get(Role.PREFILL), stats.get(Role.DECODE)
+    first = times.first_token
+    return {
+        "kv_bytes": decode.kv_bytes if decode else 0, "state_bytes": decode.state_bytes if decode else 0,
+        "transfer_seconds": decode.transfer_seconds if decode else 0.0,
+        "queue_seconds": prefill.queue_seconds if prefill else 0.0,
+        "prefill_seconds": prefill.compute_seconds if prefill else 0.0,
+        "decode_seconds": decode.compute_seconds if decode else 0.0,
+        "ttft_seconds": first - times.arrived if first is not None else 0.0,
+    }
+
+
+def new_request_id() -> str:
+    """Unique in every process."""
+    return f"req-{uuid.uuid4().hex}"
+
+
+def _describe(link: WorkerLink) -> dict[str, Any]:
+    info, load, view = link.info, link.load, link.view()
+    if info is None or view is None:
+        return {"replica_id": "", "role": "?", "state": "disconnected", "address": link.address, "problem": link.problem}
+    return {
+        "replica_id": info.replica_id, "role": view.role.value, "state": "draining" if link.draining else "ready",
+        "address": link.address, "epoch": info.epoch, "pid": info.pid, "model": info.model_name, "dtype": info.dtype,
+        "device": info.device, "version": info.version, "compatibility_hash": info.compatibility_hash,
+        "total_blocks": info.total_blocks, "total_state_slots": info.total_state_slots,
+        "load": {"waiting": load.waiting, "running": load.running, "parked": load.parked, "free_blocks": load.free_blocks,
+                 "free_state_slots": load.free_state_slots}}

@@ -1,0 +1,143 @@
+"""Tokens to what the client reads: text, stop strings, OpenAI objects, server-sent events. Knows no worker.
+
+[DONE] ends a stream that ended well, and only that: a stream that broke ends with one `error` event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from slipstream.errors import SlipstreamError
+from slipstream.text.tokenizer import Detokenizer, Tokenizer
+
+DONE = b"data: [DONE]\n\n"
+_json = msgspec.json.Encoder()
+
+
+def event(payload: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return b"data: " + _json.encode(payload) + b"\n\n"
+
+
+def error_body(error: SlipstreamError) -> dict[str, Any]:
+    """OpenAI's error object."""
+    return {"error": {"message": error.message, "type": error.openai_type, "param": error.field, "code": error.code}}
+
+
+class StopFilter:
+    """Holds back the end of the text while it could still become a stop string, and no longer."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.stopped = False
+
+    def add(self, text: str) -> str:
+        """What may be shown now; after a stop string nothing more."""
+        if self.stopped or not self._stops:
+            return "" if self.stopped else text
+        text = self._held + text
+        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        keep = max(_overlap(text, stop) for stop in self._stops)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def finish(self) -> str:
+        """The text ended: what was held back was no stop string."""
+        held, self._held = self._held, ""
+        return "" if self.stopped else held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Characters at the end of `text` that begin `stop`."""
+    for size in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:size]):
+            return size
+    return 0
+
+
+class TextStream:
+    """One choice's tokens as text."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], hidden: Iterable[int]) -> None:
+        """`hidden`: tokens that end the choice; they are counted and not shown."""
+        self._text = Detokenizer(tokenizer)
+        self._filter = StopFilter(stops)
+        self._hidden = frozenset(hidden)
+        self._looks_for_stops = bool(stops)
+        self.tokens = 0
+
+    @property
+    def stopped(self) -> bool:
+        """True once a stop string was found."""
+        return self._filter.stopped
+
+    def add(self, tokens: Sequence[int]) -> str:
+        """Text to show now. Tokens after a stop string are neither shown nor counted."""
+        if not self._looks_for_stops:
+            self.tokens += len(tokens)
+            return self._text.add([token for token in tokens if token not in self._hidden])
+        shown = ""
+        for token in tokens:
+            if self.stopped:
+                break
+            self.tokens += 1
+            if token not in self._hidden:
+                shown += self._filter.add(self._text.add([token]))
+        return shown
+
+    def finish(self) -> str:
+        """Text that was held back until the end."""
+        if self.stopped:
+            return ""
+        rest = self._filter.add(self._text.finish())
+        return rest + self._filter.finish()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The objects of one endpoint."""
+
+    id: str
+    model: str
+    created: int
+    chat: bool
+
+    def chunk(self, text: str | None, finish_reason: str | None, *, first: bool = False, usage: bool = False) -> dict[str, Any]:
+        """One streamed object. `usage`: the client asked for usage, so every chunk carries the field."""
+        if self.chat:
+            delta: dict[str, Any] = {"role": "assistant", "content": text or ""} if first else {"content": text} if text else {}
+            choice: dict[str, Any] = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        else:
+            choice = {"index": 0, "text": text or "", "logprobs": None, "finish_reason": finish_reason}
+        return {**self._head(streamed=True), "choices": [choice], **({"usage": None} if usage else {})}
+
+    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """The trailing chunk: no choices."""
+        return {**self._head(streamed=True), "choices": [], "usage": usage}
+
+    def whole(self, text: str, finish_reason: str, usage: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a request that was not streamed."""
+        body: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": finish_reason}
+        if self.chat:
+            body["message"] = {"role": "assistant", "content": text, "refusal": None}
+        else:
+            body["text"] = text
+        return {**self._head(streamed=False), "choices": [body], "usage": usage}
+
+    def _head(self, *, streamed: bool) -> dict[str, Any]:
+        kind = ("chat.completion" + (".chunk" if streamed else "")) if self.chat else "text_completion"
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    """OpenAI's usage object; cached tokens are prefill's."""
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens, "prompt_tokens_details": {"cached_tokens": cached_tokens}}

@@ -1,0 +1,259 @@
+"""The router's connections to workers: one Session each, kept alive and re-opened. Knows no request beyond its handle.
+
+A lost Session ends every request that was on it: the worker cancels its half, `lost` tells the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc
+import grpc.aio
+
+from router.policy import Replica
+from slipstream.errors import SlipstreamError, UnavailableError
+from slipstream.rpc import convert
+from slipstream.rpc.channel import connect
+from slipstream.text.images import Picture
+from slipstream.types import Role
+from slipstream.v1 import directory_pb2, directory_pb2_grpc, worker_pb2, worker_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+_INFO_SECONDS = 5.0
+_FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.05, 2.0
+_IMAGE_CHUNK = 1 << 20
+
+
+class LegSink(Protocol):
+    """What a request's leg hears from its worker; called on the event loop."""
+
+    def on_tokens(self, attempt: int, rows: Sequence[tuple[int, int]]) -> None:
+        """(index, token) rows of one step."""
+
+    def on_finished(self, message: worker_pb2.Finished) -> None:
+        """The leg ended well."""
+
+    def on_failed(self, attempt: int, error: SlipstreamError) -> None:
+        """The leg failed, or its Session was lost."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Waiting:
+    sink: LegSink
+    attempt: int
+
+
+class WorkerLink:
+    """One worker. `info` is None while it is not connected."""
+
+    def __init__(self, address: str, on_change: Callable[[], None]) -> None:
+        self.address = address
+        self.info: worker_pb2.WorkerInfo | None = None
+        self.load = worker_pb2.Load()
+        self.problem = "connecting"
+        self._on_change = on_change
+        self._channel = connect(address)
+        self._stub = worker_pb2_grpc.WorkerStub(self._channel)
+        self._outgoing: asyncio.Queue[worker_pb2.RouterMessage] = asyncio.Queue()
+        self._sinks: dict[int, _Waiting] = {}
+        self._task = asyncio.create_task(self._keep(), name=f"worker {address}")
+
+    async def close(self) -> None:
+        """End the Session; the requests on it fail."""
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+        await self._channel.close()
+
+    # What the dispatcher uses -----------------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        """True while a Session is open."""
+        return self.info is not None
+
+    @property
+    def draining(self) -> bool:
+        """True if the worker takes nothing new."""
+        return self.load.draining
+
+    def view(self) -> Replica | None:
+        """For the policy; None while the worker is not connected."""
+        info, load = self.info, self.load
+        if info is None:
+            return None
+        return Replica(id=self.address, role=convert.role_from_pb(info.role), compatibility_hash=info.compatibility_hash,
+                       draining=load.draining, waiting=load.waiting, running=load.running, free_blocks=load.free_blocks,
+                       in_flight=len(self._sinks))
+
+    def submit(self, message: worker_pb2.Submit, sink: LegSink) -> None:
+        """Send a request; its answers go to `sink` until it ends. Raises UnavailableError without a Session."""
+        if self.info is None:
+            raise UnavailableError(f"the worker at {self.address} is not connected", retry_after_seconds=1.0)
+        self._sinks[message.handle] = _Waiting(sink=sink, attempt=message.attempt)
+        self._outgoing.put_nowait(worker_pb2.RouterMessage(submit=message))
+
+    def cancel(self, handle: int, attempt: int) -> None:
+        """Nothing more is heard of the request."""
+        self._sinks.pop(handle, None)
+        if self.info is not None:
+            self._outgoing.put_nowait(worker_pb2.RouterMessage(cancel=worker_pb2.Cancel(handle=handle, attempt=attempt)))
+
+    async def put_image(self, picture: Picture, request_id: str, timeout_seconds: float) -> None:
+        """Send pixels by content hash. Raises UnavailableError or the worker's refusal."""
+        pixels = memoryview(picture.pixels.reshape(-1).data)
+
+        async def chunks() -> AsyncIterator[worker_pb2.ImageChunk]:
+            for start in range(0, len(pixels), _IMAGE_CHUNK):
+                chunk = worker_pb2.ImageChunk(data=bytes(pixels[start : start + _IMAGE_CHUNK]))
+                if start == 0:
+                    chunk.content_hash, chunk.request_id = picture.content_hash, request_id
+                    chunk.height, chunk.width = picture.pixels.shape[:2]
+                yield chunk
+
+        try:
+            await self._stub.PutImage(chunks(), timeout=timeout_seconds)
+        except grpc.aio.AioRpcError as error:
+            raise UnavailableError(f"the prefill worker did not take a picture: {error.code().name} {error.details()}",
+                                   retry_after_seconds=1.0) from error
+
+    # The Session ------------------------------------------------------------------------------------------------------
+
+    async def _keep(self) -> None:
+        wait = _FIRST_WAIT_SECONDS
+        while True:
+            try:
+                info = await self._stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=_INFO_SECONDS, wait_for_ready=True)
+                convert.role_from_pb(info.role)
+                wait = _FIRST_WAIT_SECONDS
+                await self._session(info)
+                self.problem = "the session ended"
+            except grpc.aio.AioRpcError as error:
+                self.problem = f"{error.code().name} {error.details()}"
+            except SlipstreamError as error:
+                self.problem = error.message
+            finally:
+                self._lost()
+            await asyncio.sleep(wait)
+            wait = min(2 * wait, _LONGEST_WAIT_SECONDS)
+
+    async def _session(self, info: worker_pb2.WorkerInfo) -> None:
+        self._outgoing = asyncio.Queue()
+        call = self._stub.Session(self._messages(self._outgoing))
+        try:
+            self.load = worker_pb2.Load(free_blocks=info.total_blocks, free_state_slots=info.total_state_slots,
+                                        draining=info.draining)
+            self.info = info
+            logger.info("connected to %s at %s, epoch %d", info.replica_id, self.address, info.epoch)
+            self._on_change()
+            async for message in call:
+                if message.WhichOneof("message") == "step":
+                    self._on_step(message.step)
+                elif message.WhichOneof("message") == "load":
+                    self.load = message.load
+        finally:
+            call.cancel()
+
+    async def _messages(self, queue: asyncio.Queue[worker_pb2.RouterMessage]) -> AsyncIterator[worker_pb2.RouterMessage]:
+        while True:
+            yield await queue.get()
+
+    def _lost(self) -> None:
+        if self.info is not None:
+            logger.warning("lost %s at %s: %s", self.info.replica_id, self.address, self.problem)
+        self.info = None
+        sinks, self._sinks = self._sinks, {}
+        for waiting in sinks.values():
+            waiting.sink.on_failed(waiting.attempt, UnavailableError(f"the worker at {self.address} was lost: {self.problem}",
+                                                                     retry_after_seconds=1.0))
+        self._on_change()
+
+    def _on_step(self, step: worker_pb2.StepReport) -> None:
+        rows: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for handle, attempt, index, token in zip(step.handle, step.attempt, step.index, step.token, strict=True):
+            rows.setdefault((handle, attempt), []).append((index, token))
+        for (handle, attempt), tokens in rows.items():
+            if waiting := self._sinks.get(handle):
+                waiting.sink.on_tokens(attempt, tokens)
+        for finished in step.finished:
+            if waiting := self._pop(finished.handle, finished.attempt):
+                waiting.sink.on_finished(finished)
+        for failed in step.failed:
+            if waiting := self._pop(failed.handle, failed.attempt):
+                waiting.sink.on_failed(failed.attempt, convert.failed_from_pb(failed))
+        if step.HasField("load"):
+            self.load = step.load
+
+    def _pop(self, handle: int, attempt: int) -> _Waiting | None:
+        waiting = self._sinks.get(handle)
+        if waiting is None or waiting.attempt != attempt:
+            return None
+        return self._sinks.pop(handle)
+
+
+class Workers:
+    """All links, from a fixed list of addresses or from the supervisor's Directory."""
+
+    def __init__(self, on_change: Callable[[], None]) -> None:
+        self._links: dict[str, WorkerLink] = {}
+        self._on_change = on_change
+        self._watch: asyncio.Task[None] | None = None
+
+    def add(self, address: str) -> None:
+        """Connect, and stay connected."""
+        if address not in self._links:
+            self._links[address] = WorkerLink(address, self._on_change)
+
+    def watch(self, directory: str) -> None:
+        """Follow the Directory at this address. While it is gone the workers known so far go on serving."""
+        self._watch = asyncio.create_task(self._follow(directory), name="directory")
+
+    async def close(self) -> None:
+        """End every connection."""
+        if self._watch is not None:
+            self._watch.cancel()
+        await asyncio.gather(*(link.close() for link in self._links.values()))
+
+    def link(self, address: str) -> WorkerLink:
+        """Raises UnavailableError for a worker that has left."""
+        link = self._links.get(address)
+        if link is None:
+            raise UnavailableError(f"the worker at {address} has left", retry_after_seconds=1.0)
+        return link
+
+    def links(self) -> list[WorkerLink]:
+        """Connected or not."""
+        return list(self._links.values())
+
+    def views(self) -> list[Replica]:
+        """Of the connected ones."""
+        return [view for link in self._links.values() if (view := link.view()) is not None]
+
+    def count(self, role: Role) -> int:
+        """Connected replicas of a role."""
+        return sum(view.role is role for view in self.views())
+
+    async def _follow(self, directory: str) -> None:
+        channel = connect(directory)
+        try:
+            while True:
+                try:
+                    async for snapshot in directory_pb2_grpc.DirectoryStub(channel).Watch(directory_pb2.WatchRequest()):
+                        await self._apply({endpoint.address for endpoint in snapshot.endpoints})
+                except grpc.aio.AioRpcError as error:
+                    logger.warning("the directory at %s is gone: %s; known workers stay", directory, error.code().name)
+                await asyncio.sleep(_FIRST_WAIT_SECONDS * 10)
+        finally:
+            await channel.close()
+
+    async def _apply(self, addresses: set[str]) -> None:
+        for address in addresses - self._links.keys():
+            self.add(address)
+        for address in self._links.keys() - addresses:
+            await self._links.pop(address).close()

@@ -1,0 +1,42 @@
+"""Every metric of the router, declared once; the registry is passed in. Recording never raises. Knows no HTTP."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+_FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+_SLOW = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+
+class RouterMetrics:
+    """Identities: TTFT count = requests that gave a token; E2E count = requests_total with code 200."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self.requests = Counter("slipstream_router_requests", "Requests by route template and result code.", ("route", "code"),
+                                registry=registry)
+        self.in_flight = Gauge("slipstream_router_in_flight", "Requests admitted and not ended.", registry=registry)
+        self.replicas = Gauge("slipstream_router_replicas", "Connected replicas by role.", ("role",), registry=registry)
+        self.ttft = Histogram("slipstream_router_ttft_seconds", "Arrival of the request to its first token.", buckets=_SLOW,
+                              registry=registry)
+        self.itl = Histogram("slipstream_router_itl_seconds", "Time between the arrivals of a request's tokens.", buckets=_FAST,
+                             registry=registry)
+        self.e2e = Histogram("slipstream_router_e2e_seconds", "Arrival of the request to its end, if it ended well.",
+                             buckets=_SLOW, registry=registry)
+        self.transfer = Histogram("slipstream_router_transfer_seconds", "Begin to commit of a prompt's transfer.",
+                                  buckets=_SLOW, registry=registry)
+        self.prompt_tokens = Counter("slipstream_router_prompt_tokens", "Tokens of prompts that were admitted.",
+                                     registry=registry)
+        self.output_tokens = Counter("slipstream_router_output_tokens", "Tokens received from workers.", registry=registry)
+        self.transfer_bytes = Counter("slipstream_router_transfer_bytes", "Payload that travelled from prefill to decode.",
+                                      ("kind",), registry=registry)
+        self.errors = Counter("slipstream_router_errors", "Requests that failed, by error code.", ("code",), registry=registry)
+        self.decode_retries = Counter("slipstream_router_decode_retries", "Decode attempts beyond the first.",
+                                      registry=registry)
+
+    def exposition(self) -> bytes:
+        """Prometheus text."""
+        return generate_latest(self.registry)
