@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import grpc
 import grpc.aio
@@ -27,6 +28,7 @@ from slipstream.errors import (
     CoverageError,
     DeadlineError,
     IncompatibleError,
+    InternalError,
     ProtocolError,
     SlipstreamError,
     TransferError,
@@ -39,6 +41,7 @@ from slipstream.v1 import cache_store_pb2_grpc as pb_grpc
 logger = logging.getLogger(__name__)
 
 _HEARD_SECONDS = 1.0
+"""Longest wait for a source to have heard our last word."""
 TRANSFER_METHOD = "/slipstream.cache_store.v1.CacheStore/Transfer"
 
 Call = grpc.aio.StreamStreamCall[bytes, bytes]
@@ -59,12 +62,7 @@ class Loaded:
 
     async def close(self, *, committed: bool) -> None:
         """Tell the source that its copy may go. Never raises: a source that died needs no telling."""
-        try:
-            await self.call.write(frames.control(done=pb.Done(committed=committed)))
-            await self.call.done_writing()
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            logger.info("the source left before it heard Done: %s", error)
-            self.call.cancel()
+        await _part(self.call, frames.control(done=pb.Done(committed=committed)))
 
 
 class CacheLoader:
@@ -80,9 +78,12 @@ class CacheLoader:
                                       layout=pb.Layout(hash=layout.hash, fields=layout.fields()))
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._greeted: dict[str, int] = {}  # address -> epoch
+        self._greetings: dict[tuple[str, int], asyncio.Task[None]] = {}  # Hello on its way, shared by everyone who waits for it
 
     async def close(self) -> None:
         """Close every connection; loads that still run fail."""
+        for greeting in self._greetings.values():
+            greeting.cancel()
         for channel in self._channels.values():
             await channel.close()
         self._channels.clear()
@@ -96,33 +97,61 @@ class CacheLoader:
         """
         if len(addresses) != 1:
             raise IncompatibleError(f"the source has {len(addresses)} ranks; this destination reads from one")
-        channel = self._channels.setdefault(addresses[0], connect(addresses[0]))
-        await self._greet(addresses[0], channel, source_epoch)
-        call: Call = channel.stream_stream(TRANSFER_METHOD)(timeout=max(0.001, remaining_seconds))
-        opened = pb.Open(transfer_id=transfer_id, attempt=attempt, epoch=source_epoch, request_id=request_id,
-                         compatibility_hash=self._memory.layout.hash, remaining_ms=max(1, int(remaining_seconds * 1000)))
-        done = False
+        address = addresses[0]
+        if address not in self._channels:
+            self._channels[address] = connect(address)
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + remaining_seconds
+        late = "the deadline passed while the prompt's state was on its way"
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._greet(address, source_epoch)
+                left = max(0.001, deadline - clock())
+                opened = pb.Open(transfer_id=transfer_id, attempt=attempt, epoch=source_epoch, request_id=request_id,
+                                 compatibility_hash=self._memory.layout.hash, remaining_ms=max(1, int(left * 1000)))
+                return await self._transfer(address, opened, left, admit)
+        except TimeoutError as error:
+            raise DeadlineError(late) from error
+        except grpc.aio.AioRpcError as error:
+            self._greeted.pop(address, None)
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise DeadlineError(late) from error
+            raise TransferError(f"the Transfer from {address} broke: {error.code().name} {error.details()}") from error
+        except asyncio.CancelledError:
+            if _is_cancelled():
+                raise
+            raise TransferError(f"the source at {address} cut the Transfer off") from None
+
+    async def _transfer(self, address: str, opened: pb.Open, seconds: float, admit: Admit) -> Loaded:
+        call: Call = self._channels[address].stream_stream(TRANSFER_METHOD)(timeout=seconds)
+        loaded: Loaded | None = None
         try:
             await call.write(frames.control(open=opened))
             loaded = await self._receive(call, admit)
-            done = True
             return loaded
-        except grpc.aio.AioRpcError as error:
-            self._greeted.pop(addresses[0], None)
-            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise DeadlineError("the deadline passed while the prompt's state was on its way") from error
-            raise TransferError(f"the Transfer from {addresses[0]} broke: {error.code().name} {error.details()}") from error
         finally:
-            if not done:
+            if loaded is None:
                 call.cancel()
 
-    async def _greet(self, address: str, channel: grpc.aio.Channel, epoch: int) -> None:
-        """Hello, once per source and epoch. Raises IncompatibleError or TransferError."""
+    async def _greet(self, address: str, epoch: int) -> None:
+        """Hello, once per source and epoch, however many loads wait for it. Raises IncompatibleError or TransferError."""
         if self._greeted.get(address) == epoch:
             return
+        key = address, epoch
+        if (greeting := self._greetings.get(key)) is None:
+            greeting = self._greetings[key] = asyncio.create_task(self._say_hello(address, epoch))
+            greeting.add_done_callback(partial(self._greeted_once, key))
+        await asyncio.shield(greeting)
+
+    def _greeted_once(self, key: tuple[str, int], greeting: asyncio.Task[None]) -> None:
+        del self._greetings[key]
+        if not greeting.cancelled():
+            greeting.exception()  # retrieved here too: everyone who waited for it may have left
+
+    async def _say_hello(self, address: str, epoch: int) -> None:
         try:
-            reply = await pb_grpc.CacheStoreStub(channel).Hello(self._hello, timeout=self._config.connect_seconds,
-                                                                wait_for_ready=True)
+            reply = await pb_grpc.CacheStoreStub(self._channels[address]).Hello(
+                self._hello, timeout=self._config.connect_seconds, wait_for_ready=True)
         except grpc.aio.AioRpcError as error:
             raise TransferError(f"no Hello from the cache store at {address} within {self._config.connect_seconds} s: "
                                 f"{error.code().name} {error.details()}") from error
@@ -137,18 +166,18 @@ class CacheLoader:
         begin = await self._expect(call, "begin")
         began = time.monotonic()
         num_tokens = begin.begin.num_tokens
-        landing = await admit(num_tokens)
-        if landing is None:
-            await call.write(frames.control(busy=pb.Busy(reason="no memory for the prompt and its output")))
-            await call.done_writing()
-            raise BusyError("the decode replica has no memory for this request now", retry_after_seconds=0.1)
-        await call.write(frames.control(ready=pb.Ready()))
-        coverage = Coverage(self._memory.layout, num_tokens)
         try:
-            return await self._land(call, landing, coverage, began)
-        except SlipstreamError as error:
-            if isinstance(error, ProtocolError | CoverageError):
-                await _tell(call, error)
+            landing = await admit(num_tokens)
+            if landing is None:
+                await _part(call, frames.control(busy=pb.Busy(reason="no memory for the prompt and its output")))
+                raise BusyError("the decode replica has no memory for this request now", retry_after_seconds=0.1)
+            await call.write(frames.control(ready=pb.Ready()))
+            return await self._land(call, landing, Coverage(self._memory.layout, num_tokens), began)
+        except (grpc.aio.AioRpcError, BusyError):
+            raise
+        except Exception as error:
+            told = error if isinstance(error, SlipstreamError) else InternalError(f"the destination failed: {error!r}")
+            await _part(call, frames.control(failed=pb.Failed(code=told.code, message=told.message)))
             raise
 
     async def _land(self, call: Call, landing: Landing, coverage: Coverage, began: float) -> Loaded:
@@ -201,13 +230,25 @@ async def _read(call: Call) -> bytes:
     return frame
 
 
-async def _tell(call: Call, error: SlipstreamError) -> None:
-    """Say why, and wait a moment for the source to have heard it: a cancel on its heels could overtake the reason."""
+async def _part(call: Call, last_word: bytes) -> None:
+    """Say a last word, and wait a moment for the source to end the stream: a cancel on its heels could overtake the word.
+
+    Never raises: a source that has left needs no telling.
+    """
     try:
-        await call.write(frames.control(failed=pb.Failed(code=error.code, message=error.message)))
-        await call.done_writing()
         async with asyncio.timeout(_HEARD_SECONDS):
+            await call.write(last_word)
+            await call.done_writing()
             while isinstance(await call.read(), bytes):
                 pass
-    except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
-        logger.info("the source left before it heard of the failure: %s", error.code)
+    except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError) as error:
+        logger.info("the source left before it heard our last word: %r", error)
+    except asyncio.CancelledError:
+        if _is_cancelled():
+            raise
+
+
+def _is_cancelled() -> bool:
+    """True if somebody cancels this task: grpc raises CancelledError too when it was the peer who cancelled the stream."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

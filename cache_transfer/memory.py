@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cache_transfer.frames import Range
 from cache_transfer.layout import CacheLayout, Kind
-from slipstream.errors import ConfigError, ProtocolError
+from slipstream.errors import ConfigError, InternalError, ProtocolError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class CacheMemory:
     def pieces(self, where: Landing, part: Range) -> Iterator[memoryview]:
         """The contiguous pieces of a range, in payload order; together `range_bytes(part)` long.
 
-        Raises ProtocolError for a range outside the prompt's memory.
+        Raises ProtocolError for a range outside the prompt's memory, InternalError for a block outside the pool.
         """
         spec = self.layout.tensors[part.tensor]
         memory = self._bytes[part.tensor]
@@ -71,7 +71,10 @@ class CacheMemory:
         while position < end:
             offset = position % size
             rows = min(size - offset, end - position)
-            keys = where.blocks[position // size] * 2 * size * row + offset * row
+            block = where.blocks[position // size]
+            if not 0 <= block < self._slots[part.tensor]:
+                raise InternalError(f"{spec.name}: block {block} of a pool of {self._slots[part.tensor]}")
+            keys = block * 2 * size * row + offset * row
             if rows == size:
                 yield memory[keys : keys + 2 * size * row]
             else:

@@ -20,10 +20,11 @@ from cache_transfer.channels.base import Channel
 from cache_transfer.coverage import Coverage
 from cache_transfer.frames import Range
 from cache_transfer.handoff import Handoff
-from cache_transfer.layout import Kind
+from cache_transfer.layout import Kind, TensorSpec
 from cache_transfer.memory import CacheMemory, Landing
 from slipstream.errors import (
     DeadlineError,
+    InternalError,
     LeaseExpiredError,
     ProtocolError,
     SlipstreamError,
@@ -34,6 +35,9 @@ from slipstream.v1 import cache_store_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
+_LAST_WORD_SECONDS = 1.0
+"""How long a stream may take to tell its destination that the transfer has failed."""
+
 Write = Callable[[bytes], Awaitable[None]]
 Read = Callable[[], Awaitable[bytes | None]]
 """The next frame; None: the destination has nothing more to say."""
@@ -42,7 +46,7 @@ Reader = asyncio.Task[pb.Control | None]
 
 
 class _LeftError(Exception):
-    """The destination ended its side before the transfer was complete."""
+    """The destination ended its side before the transfer was complete; the text is for `parked`."""
 
 
 class TransferListener(Protocol):
@@ -82,6 +86,9 @@ class SourceTransfer:
         self._begun = False
         self._where: Landing | None = None
         self._final = [0] * len(memory.layout.tensors)
+        self._by_layer: dict[int, list[tuple[int, TensorSpec]]] = {}
+        for number, spec in enumerate(memory.layout.tensors):
+            self._by_layer.setdefault(spec.layer, []).append((number, spec))
         self._handoff: Handoff | None = None
         self._error: SlipstreamError | None = None
         self._over = False
@@ -101,8 +108,8 @@ class SourceTransfer:
 
     def layer_done(self, layer: int, num_tokens: int, last_chunk: bool) -> None:
         """Rows [0, num_tokens) of the layer are final; its states are if this was the last chunk."""
-        for number, spec in enumerate(self._memory.layout.tensors):
-            if spec.layer == layer and (spec.kind is Kind.KV or last_chunk):
+        for number, spec in self._by_layer[layer]:
+            if spec.kind is Kind.KV or last_chunk:
                 self._final[number] = self._memory.layout.units(spec, num_tokens)
         self._wake()
 
@@ -118,13 +125,17 @@ class SourceTransfer:
         self._changed.set()
 
     def fail(self, error: SlipstreamError) -> None:
-        """Give up. The destination is told at once; `failed` comes when the memory is no longer read. Repeats do nothing."""
-        if self._over or self._error is not None:
+        """Give up: `failed` comes before this returns, and the destination is told at once. Repeats do nothing.
+
+        Memory is read between two awaits of the stream only, so nobody reads it now, and `serve` looks before it reads again.
+        """
+        if self._over:
             return
         self._error = error
         self._changed.set()
-        if self._holder is None:
-            self._end(lambda: self._listener.failed(error))
+        if self._holder is not None:  # a destination that takes nothing must not keep the stream
+            self._loop.call_later(_LAST_WORD_SECONDS, self._holder.cancel)
+        self._end(lambda: self._listener.failed(error))
 
     @property
     def over(self) -> bool:
@@ -152,32 +163,40 @@ class SourceTransfer:
         assert task is not None
         self._holder = task
         self._lease.cancel()
+        reason = "the destination was lost"
         try:
             async with asyncio.timeout(opened.remaining_ms / 1000):
                 await self._converse(read, write)
         except TimeoutError:
-            self._error = self._error or DeadlineError("the deadline passed while the destination held the transfer")
-            await _say(write, self._error)
+            await self._give_up(task, DeadlineError("the deadline passed while the destination held the transfer"), write)
         except SlipstreamError as error:
-            self._error = self._error or error
-            await _say(write, self._error)
+            await self._give_up(task, error, write)
         except (_LeftError, grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
-            logger.info("the destination of %s left: %r", self.transfer_id, error)
+            if isinstance(error, _LeftError):
+                reason = str(error)
+        except asyncio.CancelledError:
+            if self._holder is task and not self._over:
+                raise  # by the gRPC server: the stream broke
+        except Exception as error:
+            logger.exception("sending %s failed", self.transfer_id)
+            await self._give_up(task, InternalError(f"sending the prompt's state failed: {error!r}"), write)
         finally:
             if self._holder is task:
-                self._let_go()
+                self._let_go(reason)
 
-    def _let_go(self) -> None:
-        """Nobody holds the transfer any more: end it if it has failed, else park it under its lease."""
+    async def _give_up(self, task: asyncio.Task[None], error: SlipstreamError, write: Write) -> None:
+        """Fail, unless a higher attempt has taken over meanwhile, and tell the destination."""
+        if self._holder is task:
+            self.fail(error)
+        await _say(write, self._error or error)
+
+    def _let_go(self, reason: str) -> None:
+        """Nobody holds the transfer any more: unless it is over it is parked under its lease."""
         self._holder = None
         if self._over:
             return
-        if self._error is not None:
-            error = self._error
-            self._end(lambda: self._listener.failed(error))
-            return
         self._lease = self._loop.call_later(self._lease_seconds, self._lease_over)
-        self._listener.parked("the destination is busy or lost")
+        self._listener.parked(reason)
 
     async def _converse(self, read: Read, write: Write) -> None:
         reader = asyncio.create_task(_control(read))
@@ -186,25 +205,22 @@ class SourceTransfer:
             await write(frames.control(begin=pb.Begin(num_tokens=self._num_tokens,
                                                       num_layers=len(self._memory.layout.layers))))
             answer = await self._answer(reader)
-            kind = answer.WhichOneof("message") if answer is not None else None
-            if answer is None or kind == "busy":
-                return
+            kind = answer.WhichOneof("message")
+            if kind == "busy":
+                raise _LeftError(f"the destination is busy: {answer.busy.reason}")
             if kind != "ready":
                 raise ProtocolError(f"{kind} instead of Ready or Busy")
             self._listener.ready()
             reader = asyncio.create_task(_control(read))
             await self._push(write, reader)
             answer = await self._answer(reader)
-            if answer is None:
-                return
             if answer.WhichOneof("message") != "done":
                 raise ProtocolError(f"{answer.WhichOneof('message')} instead of Done")
             committed = answer.done.committed
             self._end(lambda: self._listener.done(committed))
-        finally:
+        finally:  # not awaited: that could swallow a cancel that is meant for this stream
             reader.cancel()
-            with contextlib.suppress(asyncio.CancelledError, SlipstreamError, grpc.aio.AioRpcError, grpc.aio.UsageError):
-                await reader
+            reader.add_done_callback(lambda read: read.cancelled() or read.exception())
 
     async def _push(self, write: Write, reader: Reader) -> None:
         """Send what is final as it becomes final, until the Handoff is out."""
@@ -258,24 +274,16 @@ class SourceTransfer:
             await self._change_or(reader)
             if reader.done():
                 self._raise_if_failed()
-                answer = reader.result()
-                if answer is None:
-                    raise _LeftError
-                if answer.WhichOneof("message") == "failed":
-                    raise by_code(answer.failed.code, answer.failed.message)
-                raise ProtocolError(f"{answer.WhichOneof('message')} in the middle of a transfer")
+                raise ProtocolError(f"{_word(reader).WhichOneof('message')} in the middle of a transfer")
 
-    async def _answer(self, reader: Reader) -> pb.Control | None:
-        """The destination's next word, None if it left. Raises the transfer's failure if that comes first."""
+    async def _answer(self, reader: Reader) -> pb.Control:
+        """The destination's next word. Raises _LeftError, or the transfer's failure if that comes first."""
         while not reader.done():
             self._raise_if_failed()
             self._changed.clear()
             await self._change_or(reader)
         self._raise_if_failed()
-        answer = reader.result()
-        if answer is not None and answer.WhichOneof("message") == "failed":
-            raise by_code(answer.failed.code, answer.failed.message)
-        return answer
+        return _word(reader)
 
     async def _change_or(self, reader: Reader) -> None:
         changed = asyncio.create_task(self._changed.wait())
@@ -308,6 +316,16 @@ async def _control(read: Read) -> pb.Control | None:
     if isinstance(parsed, tuple):
         raise ProtocolError("data from the destination of a transfer")
     return parsed
+
+
+def _word(reader: Reader) -> pb.Control:
+    """What a reader that is done has read. Raises _LeftError, or what the destination failed of."""
+    answer = reader.result()
+    if answer is None:
+        raise _LeftError("the destination left")
+    if answer.WhichOneof("message") == "failed":
+        raise by_code(answer.failed.code, answer.failed.message)
+    return answer
 
 
 async def _say(write: Write, error: SlipstreamError) -> None:
