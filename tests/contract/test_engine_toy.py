@@ -13,6 +13,7 @@ import torch
 from slipstream import positions
 from slipstream.config import EngineConfig
 from slipstream.engine.engine import Engine
+from slipstream.engine.sampler import Draw, sample
 from slipstream.errors import ConfigError, ContextLengthError, InternalError, InvalidRequestError, SlipstreamError
 from slipstream.layers.batch import LinearCache
 from slipstream.types import FinishReason, Grid, MropeState, RequestId
@@ -137,6 +138,20 @@ def test_sampled_tokens_depend_on_seed_and_index_only() -> None:
         engine.submit(req)
     assert run(engine).tokens == alone
     assert split(make()[0], make()[0], [(req, ()) for req in prompts.values()]).tokens == alone
+
+
+def test_output_i_is_drawn_with_index_i_on_both_sides_of_a_split() -> None:
+    logits = torch.linspace(0, 2, VOCAB)[None]
+    req = request("r", [1, 2], 12, temperature=1.0, seed=3)
+    right = [sample(logits, [Draw(params=req.sampling, choice=0, index=i)])[0] for i in range(12)]
+    assert len(set(right)) > 6
+    engines = []
+    for _ in range(3):
+        engine, model = make()
+        model.forward = lambda *_: logits  # type: ignore[method-assign]
+        engines.append(engine)
+    engines[0].submit(req)
+    assert run(engines[0]).tokens == split(engines[1], engines[2], [(req, ())]).tokens == {"r": right}
 
 
 # Memory --------------------------------------------------------------------------------------------------------------

@@ -162,6 +162,13 @@ def test_a_reservation_owns_prompt_and_growth() -> None:
     assert of.blocks.free == of.blocks.total
 
 
+def test_max_running_limits_reservations_of_a_model_without_slots() -> None:
+    of = scheduler(slots=0, max_running=2)
+    assert [of.reserve(sequence(f"r{i}", 4, 2)) for i in range(3)] == [True, True, False]
+    of.add(sequence("prompt", 4))
+    assert not step(of)[0].chunks
+
+
 # Parked memory -------------------------------------------------------------------------------------------------------
 
 
