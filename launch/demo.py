@@ -81,7 +81,9 @@ class Demo:
 
 def measures(answer: client.Answer) -> str:
     """One line: latencies as the client saw them, bytes as the router accounts for them."""
-    text = f"TTFT {answer.ttft_seconds * 1000:.0f} ms, ITL {answer.itl_seconds * 1000:.1f} ms"
+    text = f"TTFT {answer.ttft_seconds * 1000:.0f} ms"
+    if len(answer.token_seconds) > 1:
+        text += f", ITL {answer.itl_seconds * 1000:.1f} ms"
     if "kv_bytes" in answer.report:
         text += f"; moved {_bytes(answer.report['kv_bytes'])} of KV and {_bytes(answer.report['state_bytes'])} of state"
     return text

@@ -1,0 +1,120 @@
+"""`slipstream serve`, `status` and `chat`: a deployment's life from start to drain, a lost worker, and a lost launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.command import COMMAND, Command
+
+ROOT = Path(__file__).resolve().parents[2]
+SERVE = ["serve", "--config", str(ROOT / "deploy" / "examples" / "local.toml"), "--set", "router.port=0"]
+READY = r"ready at (http://\S+);"
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Command]]:
+    made: list[Command] = []
+
+    def run(*arguments: str) -> Command:
+        made.append(Command([*SERVE, *arguments]))
+        return made[-1]
+
+    yield run
+    for one in made:
+        one.clean_up()
+
+
+def ask(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([COMMAND, *arguments], capture_output=True, text=True, timeout=60)
+
+
+def replicas(url: str) -> dict[str, dict[str, object]]:
+    listed = json.loads(ask("status", "--json", "--url", url).stdout)["replicas"]
+    return {one["replica_id"]: one for one in listed}
+
+
+@pytest.mark.timeout(240)
+def test_a_deployment_from_start_to_drain(start: Callable[..., Command]) -> None:
+    served = start()
+    url = served.wait_for(READY)[1]
+
+    shown = ask("status", "--url", url)
+    assert shown.returncode == 0
+    assert "healthy" in shown.stdout
+    assert {line.split()[0] for line in shown.stdout.splitlines()[2:]} == {"prefill-0", "decode-0"}
+
+    said = ask("chat", "What city is the capital of Norway?", "--url", url)
+    assert (said.returncode, said.stdout) == (0, "The capital of Norway is Oslo.\n"), said.stderr
+    picture = ROOT / "tests" / "samples" / "img_lookup-0-0.png"
+    said = ask("chat", "What is in row 2, column 3?", "--image", str(picture), "--url", url)
+    assert (said.returncode, said.stdout) == (0, "A purple triangle.\n"), said.stderr
+
+    before = replicas(url)["decode-0"]
+    os.kill(int(str(before["pid"])), signal.SIGKILL)
+    served.wait_for(r"decode-0 ended with signal SIGKILL; starting epoch 2")
+    served.wait_for(r"(?s)starting epoch 2.*decode-0 serves at")
+    deadline = time.monotonic() + 30
+    while ask("chat", "Count 3 to 5.", "--url", url).stdout != "3, 4, 5.\n":
+        assert time.monotonic() < deadline, "the router did not find the new decode replica"
+    after = replicas(url)["decode-0"]
+    assert (before["epoch"], after["epoch"]) == (1, 2)
+
+    served.signal(signal.SIGINT)
+    assert served.wait() == 0, served.text
+    assert served.leftovers() == []
+
+
+@pytest.mark.timeout(240)
+def test_no_process_outlives_a_launcher_that_was_killed(start: Callable[..., Command]) -> None:
+    served = start()
+    served.wait_for(READY)
+    assert len([line for line in served.processes() if re.search(r"-m (prefill|decode|router) ", line)]) == 3
+    served.signal(signal.SIGKILL)
+    served.wait()
+    deadline = time.monotonic() + 30
+    # Ray's own helpers look for their parent only now and then; ours are tied to it.
+    while left := [line for line in served.processes() if re.search(r"-m (prefill|decode|router) ", line)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+@pytest.mark.timeout(120)
+def test_a_stop_during_the_start_leaves_nothing(start: Callable[..., Command]) -> None:
+    served = start()
+    served.wait_for("starting Ray")
+    served.signal(signal.SIGTERM)
+    assert served.wait() == 0, served.text
+    assert served.leftovers() == []
+
+
+def test_what_cannot_be_placed_is_named(start: Callable[..., Command]) -> None:
+    served = start("--set", "ray.cpus=2", "--set", "pools.decode.cpus=3")
+    assert served.wait(30) == 1
+    assert "no node is large enough for decode-0, which needs CPU 3" in served.text
+    assert "Traceback" not in served.text
+    assert served.leftovers() == []
+
+
+def test_a_wrong_key_ends_with_status_2_and_one_line() -> None:
+    done = ask("serve", "--set", "engine.blok_size=3")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "slipstream: unknown key engine.blok_size in the overrides; did you mean engine.block_size?\n"
+
+
+@pytest.mark.timeout(120)
+def test_a_process_that_cannot_start_ends_the_deployment_and_shows_its_log(start: Callable[..., Command]) -> None:
+    served = start("--set", "model.path=/nowhere/at/all")
+    assert served.wait() == 1, served.text
+    assert "before it was ready; the end of" in served.text
+    assert "/nowhere/at/all" in served.text
+    assert "Traceback" not in served.text
+    assert served.processes() == []
