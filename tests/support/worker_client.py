@@ -87,6 +87,7 @@ class Worker:
         self.reports: list[pb.StepReport] = []
         self.load = pb.Load()
         self._loads = asyncio.Condition()
+        self._loads_seen = 0
         self.call: Any = None
         self._turn = asyncio.Lock()  # a stream takes one write at a time
         self._reader: asyncio.Task[None] | None = None
@@ -96,6 +97,7 @@ class Worker:
         self.info = await self.stub.GetInfo(pb.GetInfoRequest(), timeout=20, wait_for_ready=True)
         self.call = self.stub.Session()
         self._reader = asyncio.create_task(self._read())
+        await self.until(lambda: self._loads_seen > 0)
 
     async def close(self) -> None:
         """Drop the Session and the connection."""
@@ -161,6 +163,7 @@ class Worker:
             load = message.step.load if message.WhichOneof("message") == "step" else message.load
             async with self._loads:
                 self.load = load
+                self._loads_seen += 1
                 self._loads.notify_all()
 
     def _take(self, report: pb.StepReport) -> None:

@@ -1,0 +1,64 @@
+"""Tiny random checkpoints, written by transformers: one per architecture, with norm weights that are not all alike."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+VOCAB = 512
+IMAGE, VIDEO, VISION_START, VISION_END = 500, 501, 502, 503
+
+_LINEAR = {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2,
+           "linear_num_value_heads": 4}
+_TEXT_3_5: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096, "full_attention_interval": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1],
+                        "mrope_interleaved": True}, **_LINEAR}
+_VISION = {"depth": 3, "hidden_size": 48, "intermediate_size": 96, "num_heads": 4, "patch_size": 16, "spatial_merge_size": 2,
+           "temporal_patch_size": 2, "out_hidden_size": 64, "num_position_embeddings": 16}
+_TEXT_3: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096, "rope_theta": 1e6}
+
+
+def _text_3_5(tied: bool) -> Any:
+    return transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**_TEXT_3_5, tie_word_embeddings=tied))
+
+
+def _vl_3_5() -> Any:
+    return transformers.Qwen3_5ForConditionalGeneration(transformers.Qwen3_5Config(
+        text_config=_TEXT_3_5, vision_config=_VISION, image_token_id=IMAGE, video_token_id=VIDEO,
+        vision_start_token_id=VISION_START, vision_end_token_id=VISION_END))
+
+
+_MODELS: dict[str, Callable[[], Any]] = {
+    "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**_TEXT_3)),
+    "qwen3_5_text": lambda: _text_3_5(tied=False),
+    "qwen3_5_text_tied": lambda: _text_3_5(tied=True),
+    "qwen3_5_vl": _vl_3_5,
+}
+NAMES = tuple(_MODELS)
+
+
+def write(name: str, folder: Path, seed: int = 0, max_shard_size: str = "5GB") -> Path:
+    """Write the checkpoint of `name` into `folder`; a small `max_shard_size` makes a sharded index."""
+    torch.manual_seed(seed)
+    model = _MODELS[name]().eval().to(torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # a norm whose weights are all alike would hide a confusion of w and 1 + w
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            elif parameter.dim() == 2:  # initial weights this small would leave every logit nearly equal
+                parameter.mul_(3.0)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    if name.endswith("vl"):
+        (folder / "preprocessor_config.json").write_text(json.dumps(
+            {"size": {"shortest_edge": 1024, "longest_edge": 1 << 20}, "patch_size": 16, "merge_size": 2,
+             "image_mean": [0.5] * 3, "image_std": [0.5] * 3}))
+    return folder
