@@ -94,6 +94,15 @@ class Checkpoint:
 def read(path: Path) -> Checkpoint:
     """Parse a checkpoint folder. Raises CheckpointError naming the file and key that is missing or wrong."""
     config = _json(path / "config.json", required=True)
+    try:
+        return _parse(path, config)
+    except KeyError as error:
+        raise CheckpointError(f"{path / 'config.json'}: `{error.args[0]}` is missing") from error
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        raise CheckpointError(f"{path / 'config.json'} holds a value of the wrong kind: {error}") from error
+
+
+def _parse(path: Path, config: dict[str, Any]) -> Checkpoint:
     text = config.get("text_config") or config
     architecture = (config.get("architectures") or [""])[0]
     if not architecture:
