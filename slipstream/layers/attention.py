@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.checkpoint import Checkpoint
-from slipstream.kernels import reference as ops
+from slipstream.kernels.dispatch import Kernels
 from slipstream.layers.batch import AttentionCache, ForwardBatch
 from slipstream.layers.norm import RMSNorm
 from slipstream.types import AttentionLayer
@@ -15,16 +15,18 @@ from slipstream.types import AttentionLayer
 class Attention(nn.Module):
     """`gated`: q_proj yields, per head, the query and a gate whose sigmoid scales the head's output (Qwen3.5)."""
 
-    def __init__(self, checkpoint: Checkpoint, layer: AttentionLayer, *, gated: bool, unit_offset: bool) -> None:
+    def __init__(self, checkpoint: Checkpoint, layer: AttentionLayer, kernels: Kernels, *, gated: bool,
+                 unit_offset: bool) -> None:
         super().__init__()
+        self.kernels = kernels
         hidden, bias = checkpoint.hidden_size, checkpoint.attention_bias
         self.heads, self.kv_heads, self.head_size, self.gated = checkpoint.num_heads, layer.kv_heads, layer.head_size, gated
         self.q_proj = nn.Linear(hidden, self.heads * self.head_size * (2 if gated else 1), bias=bias)
         self.k_proj = nn.Linear(hidden, self.kv_heads * self.head_size, bias=bias)
         self.v_proj = nn.Linear(hidden, self.kv_heads * self.head_size, bias=bias)
         self.o_proj = nn.Linear(self.heads * self.head_size, hidden, bias=bias)
-        self.q_norm = RMSNorm(self.head_size, checkpoint.rms_norm_eps, unit_offset)
-        self.k_norm = RMSNorm(self.head_size, checkpoint.rms_norm_eps, unit_offset)
+        self.q_norm = RMSNorm(kernels, self.head_size, checkpoint.rms_norm_eps, unit_offset)
+        self.k_norm = RMSNorm(kernels, self.head_size, checkpoint.rms_norm_eps, unit_offset)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], batch: ForwardBatch, cache: AttentionCache) -> Tensor:
         """[T, hidden] -> [T, hidden]; writes the batch's keys and values into the cache."""
@@ -32,10 +34,10 @@ class Attention(nn.Module):
         query, gate = self.q_proj(x), None
         if self.gated:
             query, gate = query.view(tokens, self.heads, 2 * self.head_size).chunk(2, -1)
-        query = ops.rotary(self.q_norm(query.reshape(tokens, self.heads, self.head_size)), *rope)
-        key = ops.rotary(self.k_norm(self.k_proj(x).view(tokens, self.kv_heads, self.head_size)), *rope)
+        query = self.kernels.rotary(self.q_norm(query.reshape(tokens, self.heads, self.head_size)), *rope)
+        key = self.kernels.rotary(self.k_norm(self.k_proj(x).view(tokens, self.kv_heads, self.head_size)), *rope)
         value = self.v_proj(x).view(tokens, self.kv_heads, self.head_size)
-        ops.write_kv(cache.kv, key, value, batch.slot_mapping)
+        self.kernels.write_kv(cache.kv, key, value, batch.slot_mapping)
         out = self._attend(query, batch, cache)
         if gate is not None:
             out = out * gate.sigmoid()
@@ -51,9 +53,9 @@ class Attention(nn.Module):
                 rows.append(row)
             else:
                 span = slice(row, row + count)
-                out[span] = ops.prefill_attention(query[span], cache.kv, batch.block_tables[i], context)
+                out[span] = self.kernels.prefill_attention(query[span], cache.kv, batch.block_tables[i], context)
             row += count
         if decoding:
             lengths = torch.tensor([batch.context_lens[i] + 1 for i in decoding], device=query.device)
-            out[rows] = ops.decode_attention(query[rows], cache.kv, batch.block_tables[decoding], lengths)
+            out[rows] = self.kernels.decode_attention(query[rows], cache.kv, batch.block_tables[decoding], lengths)
         return out

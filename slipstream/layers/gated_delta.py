@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from slipstream.checkpoint import Checkpoint
-from slipstream.kernels import reference as ops
+from slipstream.kernels.dispatch import Kernels
 from slipstream.layers.batch import ForwardBatch, LinearCache
 from slipstream.types import LinearLayer
 
@@ -26,21 +26,23 @@ class ConvWeight(nn.Module):
 class GatedNorm(nn.Module):
     """Per value head over its channels: plain weight, then times silu(z)."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, kernels: Kernels, size: int, eps: float) -> None:
         super().__init__()
+        self.kernels = kernels
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
         self.eps = eps
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """x, gate [..., size]."""
-        return ops.gated_rms_norm(x, gate, self.weight, self.eps)
+        return self.kernels.gated_rms_norm(x, gate, self.weight, self.eps)
 
 
 class GatedDeltaNet(nn.Module):
     """One linear-attention layer. States are read from and written to the sequence's slot."""
 
-    def __init__(self, checkpoint: Checkpoint, layer: LinearLayer) -> None:
+    def __init__(self, checkpoint: Checkpoint, layer: LinearLayer, kernels: Kernels) -> None:
         super().__init__()
+        self.kernels = kernels
         hidden = checkpoint.hidden_size
         self.spec = layer
         channels, values = sum(layer.conv_segments), layer.value_heads * layer.value_head_size
@@ -51,7 +53,7 @@ class GatedDeltaNet(nn.Module):
         self.conv1d = ConvWeight(channels, layer.conv_width)
         self.A_log = nn.Parameter(torch.empty(layer.value_heads), requires_grad=False)
         self.dt_bias = nn.Parameter(torch.empty(layer.value_heads), requires_grad=False)
-        self.norm = GatedNorm(layer.value_head_size, checkpoint.rms_norm_eps)
+        self.norm = GatedNorm(kernels, layer.value_head_size, checkpoint.rms_norm_eps)
         self.out_proj = nn.Linear(values, hidden, bias=False)
 
     def forward(self, x: Tensor, batch: ForwardBatch, cache: LinearCache) -> Tensor:
@@ -90,15 +92,15 @@ class GatedDeltaNet(nn.Module):
     def _chunk(self, qkv: Tensor, decay: Tensor, beta: Tensor, slot: int, fresh: bool, cache: LinearCache) -> Tensor:
         conv = torch.zeros_like(cache.conv[slot]) if fresh else cache.conv[slot]
         state = torch.zeros_like(cache.recurrent[slot]) if fresh else cache.recurrent[slot].float()
-        y, conv = ops.causal_conv(qkv[None], conv[None], self.conv1d.weight[:, 0])
-        out, state = ops.gated_delta_chunks(*self._heads(y[0]), decay, beta, state)
+        y, conv = self.kernels.causal_conv(qkv[None], conv[None], self.conv1d.weight[:, 0])
+        out, state = self.kernels.gated_delta_chunks(*self._heads(y[0]), decay, beta, state)
         cache.conv[slot] = conv[0]
         cache.recurrent[slot] = state
         return out.to(qkv.dtype)
 
     def _step(self, qkv: Tensor, decay: Tensor, beta: Tensor, slots: Tensor, cache: LinearCache) -> Tensor:
-        y, conv = ops.causal_conv(qkv[:, None], cache.conv[slots], self.conv1d.weight[:, 0])
-        out, state = ops.gated_delta_step(*self._heads(y[:, 0]), decay, beta, cache.recurrent[slots].float())
+        y, conv = self.kernels.causal_conv(qkv[:, None], cache.conv[slots], self.conv1d.weight[:, 0])
+        out, state = self.kernels.gated_delta_step(*self._heads(y[:, 0]), decay, beta, cache.recurrent[slots].float())
         cache.conv[slots] = conv
         cache.recurrent[slots] = state.to(cache.recurrent.dtype)
         return out.to(qkv.dtype)

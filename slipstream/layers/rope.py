@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.checkpoint import RopeConfig
-from slipstream.kernels import reference as ops
+from slipstream.kernels.reference import rotary_axes
 
 
 class Rotary(nn.Module):
@@ -18,9 +18,9 @@ class Rotary(nn.Module):
     def __init__(self, config: RopeConfig) -> None:
         super().__init__()
         size = config.rotary_size
-        frequencies = config.theta ** -(torch.arange(0, size, 2, dtype=torch.float32) / size)
+        frequencies = 1.0 / config.theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
         self.register_buffer("frequencies", frequencies, persistent=False)
-        axes = ops.rotary_axes(config.mrope_section, config.mrope_interleaved) if config.mrope_section else [0] * (size // 2)
+        axes = rotary_axes(config.mrope_section, config.mrope_interleaved) if config.mrope_section else [0] * (size // 2)
         self.register_buffer("axes", torch.tensor(axes), persistent=False)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

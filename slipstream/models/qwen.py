@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from slipstream.checkpoint import Checkpoint
 from slipstream.errors import CheckpointError
+from slipstream.kernels.dispatch import Kernels
 from slipstream.layers.attention import Attention
 from slipstream.layers.batch import AttentionCache, ForwardBatch, LayerCache, LinearCache
 from slipstream.layers.gated_delta import GatedDeltaNet
@@ -24,16 +25,16 @@ from slipstream.types import AttentionLayer, LayerSpec
 class DecoderLayer(nn.Module):
     """Pre-norm: mixer (attention or Gated DeltaNet), then SwiGLU."""
 
-    def __init__(self, checkpoint: Checkpoint, spec: LayerSpec, *, qwen3_5: bool) -> None:
+    def __init__(self, checkpoint: Checkpoint, spec: LayerSpec, kernels: Kernels, *, qwen3_5: bool) -> None:
         super().__init__()
         if isinstance(spec, AttentionLayer):
-            self.self_attn = Attention(checkpoint, spec, gated=qwen3_5, unit_offset=qwen3_5)
+            self.self_attn = Attention(checkpoint, spec, kernels, gated=qwen3_5, unit_offset=qwen3_5)
         else:
-            self.linear_attn = GatedDeltaNet(checkpoint, spec)
+            self.linear_attn = GatedDeltaNet(checkpoint, spec, kernels)
         self.is_attention = isinstance(spec, AttentionLayer)
-        self.mlp = GatedMLP(checkpoint.hidden_size, checkpoint.intermediate_size)
-        self.input_layernorm = RMSNorm(checkpoint.hidden_size, checkpoint.rms_norm_eps, qwen3_5)
-        self.post_attention_layernorm = RMSNorm(checkpoint.hidden_size, checkpoint.rms_norm_eps, qwen3_5)
+        self.mlp = GatedMLP(kernels, checkpoint.hidden_size, checkpoint.intermediate_size)
+        self.input_layernorm = RMSNorm(kernels, checkpoint.hidden_size, checkpoint.rms_norm_eps, qwen3_5)
+        self.post_attention_layernorm = RMSNorm(kernels, checkpoint.hidden_size, checkpoint.rms_norm_eps, qwen3_5)
 
     def mix(self, x: Tensor, rope: tuple[Tensor, Tensor], batch: ForwardBatch, cache: LayerCache) -> Tensor:
         """The first half: after it the layer's caches are written for this batch. [T, hidden]."""
@@ -55,11 +56,11 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Embedding, layers and final norm."""
 
-    def __init__(self, checkpoint: Checkpoint, *, qwen3_5: bool) -> None:
+    def __init__(self, checkpoint: Checkpoint, kernels: Kernels, *, qwen3_5: bool) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(checkpoint.vocab_size, checkpoint.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(checkpoint, spec, qwen3_5=qwen3_5) for spec in checkpoint.layers)
-        self.norm = RMSNorm(checkpoint.hidden_size, checkpoint.rms_norm_eps, qwen3_5)
+        self.layers = nn.ModuleList(DecoderLayer(checkpoint, spec, kernels, qwen3_5=qwen3_5) for spec in checkpoint.layers)
+        self.norm = RMSNorm(kernels, checkpoint.hidden_size, checkpoint.rms_norm_eps, qwen3_5)
         self.rotary = Rotary(checkpoint.rope)
 
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache], on_layer: Callable[[int], None] | None) -> Tensor:
@@ -86,9 +87,9 @@ class CausalLM(nn.Module):
 
     qwen3_5 = False
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, kernels: Kernels) -> None:
         super().__init__()
-        self.model = Decoder(checkpoint, qwen3_5=self.qwen3_5)
+        self.model = Decoder(checkpoint, kernels, qwen3_5=self.qwen3_5)
         hidden, vocab = checkpoint.hidden_size, checkpoint.vocab_size
         self.lm_head = None if checkpoint.tie_embeddings else nn.Linear(hidden, vocab, bias=False)
 
@@ -103,10 +104,10 @@ class CausalLM(nn.Module):
 class Qwen3ForCausalLM(CausalLM):
     """Qwen3 dense: full attention with QK-norm, one-dimensional positions."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, kernels: Kernels) -> None:
         if checkpoint.has_linear_layers:
             raise CheckpointError("Qwen3ForCausalLM has no linear-attention layers, but config.json lists some")
-        super().__init__(checkpoint)
+        super().__init__(checkpoint, kernels)
 
 
 class Qwen3_5ForCausalLM(CausalLM):
@@ -118,14 +119,14 @@ class Qwen3_5ForCausalLM(CausalLM):
 class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
     """Qwen3.5 with its vision tower."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        super().__init__(checkpoint)
+    def __init__(self, checkpoint: Checkpoint, kernels: Kernels) -> None:
+        super().__init__(checkpoint, kernels)
         if checkpoint.vision is None or checkpoint.image is None:
             raise CheckpointError("Qwen3_5ForConditionalGeneration needs a vision_config in config.json")
         if checkpoint.vision.out_hidden_size != checkpoint.hidden_size:
             raise CheckpointError(f"vision_config.out_hidden_size is {checkpoint.vision.out_hidden_size}, the language model's "
                                   f"hidden_size {checkpoint.hidden_size}")
-        self.visual = VisionTower(checkpoint.vision, checkpoint.image)
+        self.visual = VisionTower(checkpoint.vision, checkpoint.image, kernels)
 
     def encode_images(self, pixels: Sequence[NDArray[np.uint8]]) -> list[Tensor]:
         """uint8 [H, W, 3] images -> one [tokens, hidden] each."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from slipstream.checkpoint import Checkpoint
 from slipstream.errors import CheckpointError, ConfigError
+from slipstream.kernels import dispatch
 from slipstream.layers.batch import ForwardBatch, LayerCache
 from slipstream.layers.rope import Rotary
 from slipstream.models import weights
@@ -50,14 +51,14 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def load(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device,
-         progress: weights.Progress | None = None) -> CausalLM:
+         progress: weights.Progress | None = None, kernels: str = "reference") -> CausalLM:
     """Build and load the checkpoint's model. Raises CheckpointError for an unknown architecture or a bad weight."""
     known = architectures()
     if checkpoint.architecture not in known:
         raise CheckpointError(f"{checkpoint.path} is a {checkpoint.architecture}; known: {', '.join(sorted(known))}")
     kind = known[checkpoint.architecture]
     with torch.device("meta"):
-        model = kind(checkpoint)
+        model = kind(checkpoint, dispatch.choose(kernels))
     if checkpoint.vision is not None and checkpoint.architecture.endswith("ForConditionalGeneration") \
             and not isinstance(model, VisionModel):
         raise CheckpointError(f"{checkpoint.architecture} declares vision, but its class has no encode_images")

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from slipstream.checkpoint import ImageConfig, VisionConfig
-from slipstream.kernels import reference as ops
+from slipstream.kernels.dispatch import Kernels
 
 ROPE_THETA = 10000.0
 
@@ -36,8 +36,9 @@ class PatchEmbed(nn.Module):
 class VisionAttention(nn.Module):
     """Full attention inside each image."""
 
-    def __init__(self, config: VisionConfig) -> None:
+    def __init__(self, config: VisionConfig, kernels: Kernels) -> None:
         super().__init__()
+        self.kernels = kernels
         self.heads = config.num_heads
         self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
         self.proj = nn.Linear(config.hidden_size, config.hidden_size)
@@ -45,11 +46,10 @@ class VisionAttention(nn.Module):
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], lengths: Sequence[int]) -> Tensor:
         """x [patches of all images, hidden]; lengths: patches of each image."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(1)
-        q, k = ops.rotary(q, *rope), ops.rotary(k, *rope)
-        parts = zip(*(torch.split(x, list(lengths)) for x in (q, k, v)), strict=True)
-        out = [F.scaled_dot_product_attention(a.transpose(0, 1), b.transpose(0, 1), c.transpose(0, 1)).transpose(0, 1)
-               for a, b, c in parts]
-        result: Tensor = self.proj(torch.cat(out).flatten(1))
+        q, k = (self.kernels.rotary(x.float(), *rope).to(v.dtype) for x in (q, k))
+        parts = zip(*(torch.split(x.transpose(0, 1)[None], list(lengths), 2) for x in (q, k, v)), strict=True)
+        out = torch.cat([F.scaled_dot_product_attention(*part) for part in parts], 2)  # [1, heads, patches, head]
+        result: Tensor = self.proj(out[0].transpose(0, 1).flatten(1))
         return result
 
 
@@ -70,11 +70,11 @@ class VisionMLP(nn.Module):
 class VisionBlock(nn.Module):
     """Pre-norm transformer block with LayerNorm."""
 
-    def __init__(self, config: VisionConfig) -> None:
+    def __init__(self, config: VisionConfig, kernels: Kernels) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(config.hidden_size, eps=1e-6)
         self.norm2 = nn.LayerNorm(config.hidden_size, eps=1e-6)
-        self.attn = VisionAttention(config)
+        self.attn = VisionAttention(config, kernels)
         self.mlp = VisionMLP(config)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], lengths: Sequence[int]) -> Tensor:
@@ -107,24 +107,26 @@ class VisionTower(nn.Module):
     mean: Tensor
     std: Tensor
 
-    def __init__(self, config: VisionConfig, image: ImageConfig) -> None:
+    def __init__(self, config: VisionConfig, image: ImageConfig, kernels: Kernels) -> None:
         super().__init__()
         self.config = config
         self.patch_embed = PatchEmbed(config)
         self.pos_embed = nn.Embedding(config.num_position_embeddings, config.hidden_size)
-        self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config.depth))
+        self.blocks = nn.ModuleList(VisionBlock(config, kernels) for _ in range(config.depth))
         self.merger = PatchMerger(config)
         self.register_buffer("mean", torch.tensor(image.mean), persistent=False)
         self.register_buffer("std", torch.tensor(image.std), persistent=False)
 
     def forward(self, pixels: Sequence[NDArray[np.uint8]]) -> list[Tensor]:
         """uint8 [H, W, 3] images, sides multiples of patch * merge -> one [tokens, out_hidden] each."""
+        if not pixels:
+            return []
         config, weight = self.config, self.pos_embed.weight
         grids = [(image.shape[0] // config.patch_size, image.shape[1] // config.patch_size) for image in pixels]
         x = self.patch_embed(torch.cat([self._patches(image) for image in pixels]).to(weight.dtype))
         x = x + torch.cat([self._position_embedding(*grid) for grid in grids])
         angles = torch.cat([self._angles(*grid) for grid in grids])
-        rope = (angles.cos().to(weight.dtype), angles.sin().to(weight.dtype))
+        rope = (angles.cos(), angles.sin())
         lengths = [h * w for h, w in grids]
         for block in self.blocks:
             x = block(x, rope, lengths)
@@ -150,7 +152,7 @@ class VisionTower(nn.Module):
     def _angles(self, rows: int, columns: int) -> Tensor:
         """Axial rotary: the first half of the frequencies turns with the row, the second with the column. [patches, head]."""
         size = self.config.hidden_size // self.config.num_heads // 2
-        frequencies = ROPE_THETA ** -(torch.arange(0, size, 2, dtype=torch.float32) / size)
+        frequencies = 1.0 / ROPE_THETA ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
         row, column = self._rows_columns(rows, columns)
         angles = torch.cat((row[:, None] * frequencies, column[:, None] * frequencies), -1)
         return torch.cat((angles, angles), -1).to(self.mean.device)

@@ -1,0 +1,49 @@
+"""The table of operations, filled once from a backend's name and passed to every layer; knows no layer and no device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from slipstream.errors import ConfigError
+from slipstream.kernels import reference
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """One implementation of every operation that a faster backend may replace; `reference` says what each computes."""
+
+    name: str
+    rms_norm: Callable[[Tensor, Tensor, float, bool], Tensor]
+    gated_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+    silu_mul: Callable[[Tensor, Tensor], Tensor]
+    rotary: Callable[[Tensor, Tensor, Tensor], Tensor]
+    write_kv: Callable[[Tensor, Tensor, Tensor, Tensor], None]
+    prefill_attention: Callable[[Tensor, Tensor, Tensor, int], Tensor]
+    decode_attention: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    causal_conv: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    gated_delta_chunks: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    gated_delta_step: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def _reference() -> Kernels:
+    return Kernels(
+        name="reference", rms_norm=reference.rms_norm, gated_rms_norm=reference.gated_rms_norm, silu_mul=reference.silu_mul,
+        rotary=reference.rotary, write_kv=reference.write_kv, prefill_attention=reference.prefill_attention,
+        decode_attention=reference.decode_attention, causal_conv=reference.causal_conv,
+        gated_delta_chunks=reference.gated_delta_chunks, gated_delta_step=reference.gated_delta_step)
+
+
+def backends() -> dict[str, Callable[[], Kernels]]:
+    """Every backend by name. A backend's module is imported when it is chosen, so that a missing one costs nothing."""
+    return {"reference": _reference}
+
+
+def choose(name: str) -> Kernels:
+    """The table of one backend. Raises ConfigError, naming the known ones, for an unknown name."""
+    known = backends()
+    if name not in known:
+        raise ConfigError(f"unknown kernel backend {name!r}; known: {', '.join(sorted(known))}")
+    return known[name]()
