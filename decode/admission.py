@@ -42,6 +42,7 @@ class Admission:
 
     def __init__(self) -> None:
         self._line: OrderedDict[str, _Claim] = OrderedDict()  # in the order of their first refusal
+        self._holding: set[str] = set()
         self._ends: deque[float] = deque(maxlen=REMEMBERED_ENDS)
 
     def ask(self, name: str, blocks: int, load: EngineLoad, now: float) -> Busy | None:
@@ -70,10 +71,13 @@ class Admission:
     def admitted(self, name: str) -> None:
         """The request has its memory: it waits no more."""
         self._line.pop(name, None)
+        self._holding.add(name)
 
-    def ended(self, now: float) -> None:
-        """A request gave its memory back."""
-        self._ends.append(now)
+    def ended(self, name: str, now: float) -> None:
+        """The request is over; if it held memory, that is back."""
+        if name in self._holding:
+            self._holding.remove(name)
+            self._ends.append(now)
 
     def _refuse(self, name: str, blocks: int, now: float, reason: str) -> Busy:
         self._line[name] = _Claim(blocks=blocks, refused_at=now)  # a name that is in the line keeps its place

@@ -103,7 +103,7 @@ class DecodeWorker:
         """Return what the engine still holds for the job."""
         def end(engine: Engine) -> None:
             engine.abort(job.request.id)
-            self._admission.ended(time.monotonic())
+            self._admission.ended(job.submit.transfer_id, time.monotonic())
 
         await self._replica.call(end)
 

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -48,13 +49,18 @@ class Cluster:
         self._env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
         self.processes: dict[str, Running] = {}
         self._killed: set[str] = set()
+        self._count: Counter[str] = Counter()
 
     def start_workers(self, *roles: str, overrides: Sequence[str] = (), epoch: int = 1) -> list[Running]:
         """Start replicas of these roles (`prefill`, `decode`) together; they are named `prefill-0`, `prefill-1` and so on."""
+        return self.start_each(*((role, overrides) for role in roles), epoch=epoch)
+
+    def start_each(self, *wanted: tuple[str, Sequence[str]], epoch: int = 1) -> list[Running]:
+        """The same for (role, overrides) pairs."""
         started: list[tuple[str, ChildProcess]] = []
-        for role in roles:
-            index = sum(name.startswith(role) for name in [*self.processes, *(name for name, _ in started)])
-            name = f"{role}-{index}"
+        for role, overrides in wanted:
+            name = f"{role}-{self._count[role]}"
+            self._count[role] += 1
             settings = [part for override in overrides for part in ("--set", override)]
             arguments = [role, *settings, "--replica-id", name, "--epoch", str(epoch), "--listen", "127.0.0.1:0"]
             started.append((name, self._spawn(name, arguments)))
@@ -64,7 +70,8 @@ class Cluster:
         """Start a router in front of these workers."""
         settings = [part for override in ("router.port=0", *overrides) for part in ("--set", override)]
         known = [part for worker in workers for part in ("--worker", worker.address)]
-        name = f"router-{sum(name.startswith('router') for name in self.processes)}"
+        name = f"router-{self._count['router']}"
+        self._count["router"] += 1
         return self._ready(name, self._spawn(name, ["router", *settings, *known]), "http")
 
     def kill(self, running: Running) -> None:

@@ -11,6 +11,20 @@ def load(free_blocks: int, free_slots: int = 4, total_slots: int = 4, running: i
                       free_state_slots=free_slots, total_state_slots=total_slots)
 
 
+def end(admission: Admission, *times: float) -> None:
+    for number, now in enumerate(times):
+        admission.admitted(f"earlier-{number}")
+        admission.ended(f"earlier-{number}", now)
+
+
+def test_the_end_of_a_refused_request_says_nothing_about_memory() -> None:
+    admission = Admission()
+    end(admission, 0.0, 0.5)
+    hint = admission.refused("a", 1, load(0), 1.0).retry_after_seconds
+    admission.ended("a", 1.0)
+    assert admission.refused("a", 1, load(0), 1.0).retry_after_seconds == hint == 0.5
+
+
 def test_an_empty_line_admits_everybody() -> None:
     admission = Admission()
     assert admission.ask("a", 100, load(100), 0.0) is None
@@ -60,8 +74,7 @@ def test_a_place_is_lost_after_a_while() -> None:
 
 def test_a_place_is_kept_over_refusals_and_the_hint_grows_with_it() -> None:
     admission = Admission()
-    for now in (0.0, 0.5, 1.0):
-        admission.ended(now)
+    end(admission, 0.0, 0.5, 1.0)
     hints = [admission.refused(name, 60, load(50), 1.0).retry_after_seconds for name in ("a", "b")]
     assert hints[1] == min(MAX_RETRY_SECONDS, 2 * hints[0])
     admission.refused("a", 60, load(50), 1.9)  # asks again: still the first
@@ -72,8 +85,7 @@ def test_a_place_is_kept_over_refusals_and_the_hint_grows_with_it() -> None:
 def test_hints_are_bounded() -> None:
     admission = Admission()
     assert admission.refused("a", 1, load(0), 0.0).retry_after_seconds >= MIN_RETRY_SECONDS
-    admission.ended(0.0)
-    admission.ended(0.0)
+    end(admission, 0.0, 0.0)
     assert admission.refused("b", 1, load(0), 1000.0).retry_after_seconds == MAX_RETRY_SECONDS
 
 

@@ -1,0 +1,403 @@
+"""What goes wrong between real prefill and decode processes costs one request, is told at once, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Iterator
+
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+
+from slipstream.rpc.channel import connect
+from slipstream.types import FinishReason
+from slipstream.v1 import worker_pb2 as pb
+from tests.support.cluster import Cluster, Running
+from tests.support.worker_client import Answer, Pair, Prompt, Worker, pair
+
+LEASE_SECONDS = 2.0
+SHORT = Prompt(tokens=range(40, 60), max_tokens=12, ignore_eos=True)
+SLOW = Prompt(tokens=[20 + i % 180 for i in range(900)], max_tokens=4, ignore_eos=True)
+"""Takes seconds to compute: its replica takes few tokens a step."""
+LONG = Prompt(tokens=range(40, 60), max_tokens=3000, ignore_eos=True)
+"""Takes many seconds to decode."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path_factory.mktemp("failures"))
+    lease = f"transfer.lease_seconds={LEASE_SECONDS}"
+    cluster.start_workers("prefill", "decode", overrides=[lease, "engine.prefill_chunk_tokens=4"])
+    yield cluster
+    complaints = [line for running in cluster.processes.values() for line in running.complaints()]
+    codes = cluster.close()
+    assert set(codes.values()) == {0}
+    assert not complaints, "a failed request is no fault of the process"
+
+
+@pytest.fixture
+async def both(cluster: Cluster) -> Iterator[Pair]:  # type: ignore[misc]
+    async with pair(cluster.processes["prefill-0"].address, cluster.processes["decode-0"].address) as both:
+        yield both
+        await both.until_empty()
+
+
+@pytest.fixture(scope="module")
+def answers(cluster: Cluster) -> dict[str, list[int]]:
+    """What the short prompt is answered when nothing is wrong."""
+    async def ask() -> Answer:
+        async with pair(cluster.processes["prefill-0"].address, cluster.processes["decode-0"].address) as both:
+            return await both.ask(SHORT)
+
+    answer = asyncio.run(ask())
+    assert len(answer.tokens) == SHORT.max_tokens
+    return {"short": answer.tokens}
+
+
+async def start(both: Pair, prompt: Prompt) -> tuple[pb.Submit, pb.Submit]:
+    """Both legs run when this returns, and the destination holds memory for the prompt."""
+    to_prefill, to_decode = await both.submits(prompt)
+    await both.prefill.submit(to_prefill)
+    await both.decode.submit(to_decode)
+    await both.decode.until(lambda: both.decode.load.free_blocks < both.decode.info.total_blocks)
+    return to_prefill, to_decode
+
+
+# Cancel ---------------------------------------------------------------------------------------------------------------
+
+
+async def test_cancel_in_the_middle_of_a_transfer(both: Pair, answers: dict[str, list[int]]) -> None:
+    to_prefill, _ = await start(both, SLOW)
+    handle = to_prefill.handle
+    began = time.monotonic()
+    one, other = await both.prefill.cancel(handle), await both.decode.cancel(handle)
+    assert (await one.failed(1)).code == pb.ERROR_CODE_CANCELLED
+    assert (await other.failed(1)).code == pb.ERROR_CODE_CANCELLED
+    assert time.monotonic() - began < 1.0
+    assert not one.tokens, "it was still computing"
+    await both.until_empty()
+    assert (await both.ask(SHORT)).tokens == answers["short"]
+
+
+async def test_cancel_of_one_leg_is_told_to_the_other(both: Pair) -> None:
+    to_prefill, to_decode = await both.submits(SLOW)
+    await both.prefill.submit(to_prefill)
+    other = await both.decode.submit(to_decode)
+    await both.decode.until(lambda: both.decode.load.free_blocks < both.decode.info.total_blocks)
+    await both.prefill.cancel(to_prefill.handle)
+    assert (await other.failed(1)).code == pb.ERROR_CODE_CANCELLED
+
+
+async def test_cancel_in_the_middle_of_decoding(both: Pair) -> None:
+    to_prefill, to_decode = await both.submits(LONG)
+    one, other = await both.prefill.submit(to_prefill), await both.decode.submit(to_decode)
+    await other.token(5)
+    assert (await one.finished(5)).handed_off
+    await both.decode.cancel(to_decode.handle)
+    assert (await other.failed(1)).code == pb.ERROR_CODE_CANCELLED
+
+
+async def test_cancel_before_submit(both: Pair) -> None:
+    to_prefill, _ = await both.submits(SHORT)
+    leg = await both.prefill.cancel(to_prefill.handle)
+    assert (await leg.failed(1)).code == pb.ERROR_CODE_CANCELLED
+    leg.ends.clear()
+    leg.over.clear()
+    await both.prefill.submit(to_prefill)
+    assert (await leg.failed(1)).code == pb.ERROR_CODE_CANCELLED
+    assert not leg.tokens
+
+
+async def test_cancel_while_a_picture_is_awaited(both: Pair) -> None:
+    to_prefill, _ = await both.submits(SHORT)
+    to_prefill.images.append(pb.Image(content_hash=bytes(16), grid_t=1, grid_h=4, grid_w=4))
+    leg = await both.prefill.submit(to_prefill)
+    await both.prefill.cancel(to_prefill.handle)
+    assert (await leg.failed(1)).code == pb.ERROR_CODE_CANCELLED
+
+
+async def test_a_storm_of_cancels_leaves_nothing(both: Pair, answers: dict[str, list[int]]) -> None:
+    async def one(number: int) -> None:
+        to_prefill, to_decode = await both.submits(LONG if number % 2 else SHORT)
+        leg, other = await both.prefill.submit(to_prefill), await both.decode.submit(to_decode)
+        if number % 4 == 1:
+            await other.token(1 + number % 3)
+        elif number % 4 == 3:
+            await leg.token(0)
+        await both.prefill.cancel(to_prefill.handle)
+        await both.decode.cancel(to_decode.handle)
+        await asyncio.wait_for(leg.over.wait(), 10)
+        await asyncio.wait_for(other.over.wait(), 10)
+
+    await asyncio.gather(*(one(number) for number in range(24)))
+    await both.until_empty()
+    assert (await both.ask(SHORT)).tokens == answers["short"]
+
+
+# Sessions, deadlines, leases ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt", [SLOW, LONG], ids=["transfer", "decoding"])
+async def test_a_lost_session_gives_everything_back(cluster: Cluster, both: Pair, prompt: Prompt) -> None:
+    async with pair(both.prefill.address, both.decode.address) as doomed:
+        to_prefill, to_decode = await doomed.submits(prompt)
+        await doomed.prefill.submit(to_prefill)
+        other = await doomed.decode.submit(to_decode)
+        if prompt is LONG:
+            await other.token(3)
+        else:
+            await doomed.decode.until(lambda: doomed.decode.load.free_blocks < doomed.decode.info.total_blocks)
+    await both.until_empty(seconds=5)
+
+
+async def test_a_half_closed_session_ends_its_requests(both: Pair) -> None:
+    doomed = Worker(both.decode.address)
+    await doomed.open()
+    _, to_decode = await both.submits(SHORT)
+    await doomed.submit(to_decode)  # waits for a prompt that nobody computes
+    await doomed.call.done_writing()
+    assert doomed._reader is not None
+    await asyncio.wait_for(doomed._reader, 5)
+    assert await doomed.call.code() is grpc.StatusCode.OK
+    await doomed.close()
+
+
+async def test_the_deadline_holds_on_both_sides(both: Pair) -> None:
+    to_prefill, to_decode = await both.submits(SLOW, seconds=0.7)
+    one, other = await both.prefill.submit(to_prefill), await both.decode.submit(to_decode)
+    assert (await one.failed(3)).code == pb.ERROR_CODE_DEADLINE
+    assert (await other.failed(3)).code == pb.ERROR_CODE_DEADLINE
+
+
+async def test_a_prompt_that_nobody_takes_is_given_up_after_its_lease(both: Pair) -> None:
+    to_prefill, _ = await both.submits(SHORT)
+    began = time.monotonic()
+    leg = await both.prefill.submit(to_prefill)
+    await leg.token(0)
+    assert (await leg.failed(LEASE_SECONDS + 3)).code == pb.ERROR_CODE_LEASE_EXPIRED
+    assert time.monotonic() - began >= LEASE_SECONDS * 0.9
+    assert leg.end.retry_after_ms > 0  # type: ignore[union-attr]
+
+
+# Bad requests ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    (lambda submit: submit.tokens.__setitem__(0, 1 << 30), "vocabulary"),
+    (lambda submit: submit.ClearField("tokens"), "empty"),
+    (lambda submit: setattr(submit, "max_tokens", 0), "max_tokens"),
+    (lambda submit: setattr(submit.sampling, "temperature", float("nan")), "temperature"),
+    (lambda submit: submit.tokens.extend([7] * 100_000), "context window"),
+    (lambda submit: setattr(submit, "request_id", ""), "request_id"),
+], ids=["token", "empty", "max_tokens", "nan", "long", "name"])
+async def test_a_bad_request_fails_alone(both: Pair, answers: dict[str, list[int]], change: object, words: str) -> None:
+    to_prefill, to_decode = await both.submits(SHORT)
+    assert callable(change)
+    change(to_prefill)
+    change(to_decode)
+    one, other = await both.prefill.submit(to_prefill), await both.decode.submit(to_decode)
+    failed = await one.failed(5)
+    assert failed.code == pb.ERROR_CODE_INVALID
+    assert words in failed.message
+    await both.decode.cancel(to_decode.handle)
+    await other.failed(5)
+    assert (await both.ask(SHORT)).tokens == answers["short"]
+
+
+async def test_pictures_that_disagree_with_the_prompt(both: Pair) -> None:
+    to_prefill, _ = await both.submits(SHORT)
+    to_prefill.images.append(pb.Image(content_hash=bytes(16), grid_t=1, grid_h=4, grid_w=4))
+    to_prefill.remaining_ms = 500
+    leg = await both.prefill.submit(to_prefill)
+    assert (await leg.failed(5)).code == pb.ERROR_CODE_DEADLINE, "the picture never came"
+    with pytest.raises(grpc.aio.AioRpcError, match="takes no images"):
+        await both.decode.stub.PutImage(iter([pb.ImageChunk(content_hash=bytes(16), height=32, width=32)]))
+    with pytest.raises(grpc.aio.AioRpcError, match="multiples of"):
+        await both.prefill.stub.PutImage(iter([pb.ImageChunk(content_hash=bytes(16), height=33, width=32)]))
+
+
+async def test_a_transfer_id_is_used_once(both: Pair, answers: dict[str, list[int]]) -> None:
+    to_prefill, to_decode = await both.submits(SHORT)
+    twin, _ = await both.submits(SHORT)
+    twin.transfer_id = to_prefill.transfer_id
+    one = await both.prefill.submit(to_prefill)
+    two = await both.prefill.submit(twin)
+    failed = await two.failed(5)
+    assert failed.code == pb.ERROR_CODE_INVALID
+    assert "transfer id" in failed.message
+    other = await both.decode.submit(to_decode)
+    assert (await one.finished(5)).handed_off
+    await other.finished(5)
+    assert one.tokens | other.tokens == dict(enumerate(answers["short"])), "the first one is not disturbed"
+
+
+async def test_a_wrong_epoch_or_address_is_told_quickly(both: Pair) -> None:
+    for change in ({"prefill_epoch": 99}, {"prefill_addresses": ["127.0.0.1:1"]}):
+        _, to_decode = await both.submits(SHORT)
+        if "prefill_epoch" in change:
+            to_decode.prefill_epoch = 99
+        else:
+            to_decode.prefill_addresses[:] = ["127.0.0.1:1"]
+        leg = await both.decode.submit(to_decode)
+        assert (await leg.failed(8)).code == pb.ERROR_CODE_UNAVAILABLE
+
+
+# Busy -----------------------------------------------------------------------------------------------------------------
+
+
+async def test_busy_keeps_the_work_and_everybody_finishes_right(cluster: Cluster, both: Pair) -> None:
+    (small,) = cluster.start_workers("decode", overrides=["engine.kv_cache_tokens=256", "engine.max_running=3",
+                                                          "engine.prefill_chunk_tokens=4"])
+    prompts = [Prompt(tokens=range(30 + i, 50 + i + 7 * (i % 5)), max_tokens=16 + 9 * (i % 4), ignore_eos=True)
+               for i in range(10)]
+    prompts[3] = Prompt(tokens=range(30, 180), max_tokens=100, ignore_eos=True)  # needs all of the small replica's memory
+    right = [(await both.ask(prompt)).tokens for prompt in prompts]
+    async with pair(both.prefill.address, small.address) as narrow:
+        answers = await asyncio.gather(*(narrow.ask(prompt) for prompt in prompts))
+        assert [answer.tokens for answer in answers] == right
+        assert sum(answer.busy for answer in answers) > 0, "it was never busy: the test shows nothing"
+        await narrow.until_empty()
+
+
+async def test_a_request_that_never_fits_is_refused_for_good(cluster: Cluster, both: Pair) -> None:
+    small = cluster.processes["decode-1"]
+    async with pair(both.prefill.address, small.address) as narrow:
+        to_prefill, to_decode = await narrow.submits(Prompt(tokens=range(30, 60), max_tokens=1000))
+        one, other = await narrow.prefill.submit(to_prefill), await narrow.decode.submit(to_decode)
+        failed = await other.failed(5)
+        assert failed.code == pb.ERROR_CODE_INVALID
+        assert "max_tokens" in failed.message
+        await narrow.prefill.cancel(to_prefill.handle)
+        await one.failed(5)
+
+
+async def test_other_block_sizes_never_pair(cluster: Cluster, both: Pair) -> None:
+    (other,) = cluster.start_workers("decode", overrides=["engine.block_size=8"])
+    async with pair(both.prefill.address, other.address) as odd:
+        assert odd.decode.info.compatibility_hash != odd.prefill.info.compatibility_hash
+        to_prefill, to_decode = await odd.submits(SHORT)
+        one, leg = await odd.prefill.submit(to_prefill), await odd.decode.submit(to_decode)
+        failed = await leg.failed(5)
+        assert failed.code == pb.ERROR_CODE_INCOMPATIBLE
+        assert "block_size: ours 8, theirs 16" in failed.message
+        await odd.prefill.cancel(to_prefill.handle)
+        await one.failed(5)
+
+
+# Killed processes -----------------------------------------------------------------------------------------------------
+
+
+async def test_a_killed_decode_replica(cluster: Cluster, both: Pair) -> None:
+    (victim,) = cluster.start_workers("decode")
+    right = await both.ask(SLOW)
+    async with pair(both.prefill.address, victim.address) as doomed:
+        kept, _ = await start(doomed, SLOW)
+        lost, _ = await start(doomed, SHORT)
+        kept_leg = doomed.prefill._legs[kept.handle, 0]
+        lost_leg = doomed.prefill._legs[lost.handle, 0]
+        cluster.kill(victim)
+        began = time.monotonic()
+        assert doomed.decode._reader is not None
+        with pytest.raises(grpc.aio.AioRpcError):
+            await asyncio.wait_for(doomed.decode._reader, 5)
+        # The work is kept: another replica takes the same transfer up.
+        again = pb.Submit(prefill_addresses=doomed.prefill.info.cache_store_addresses, prefill_epoch=1)
+        again.MergeFrom(kept)
+        again.attempt = 1
+        leg = await both.decode.submit(again)
+        await leg.finished(30)
+        assert kept_leg.tokens | leg.tokens == dict(enumerate(right.tokens))
+        assert (await kept_leg.finished(5)).handed_off
+        if not isinstance(lost_leg.ends[0] if lost_leg.ends else None, pb.Finished):
+            assert (await lost_leg.failed(LEASE_SECONDS + 5)).code == pb.ERROR_CODE_LEASE_EXPIRED
+        assert time.monotonic() - began < 30
+
+
+async def test_a_killed_prefill_replica(cluster: Cluster, both: Pair, answers: dict[str, list[int]]) -> None:
+    (victim,) = cluster.start_workers("prefill", overrides=["engine.prefill_chunk_tokens=4"])
+    async with pair(victim.address, both.decode.address) as doomed:
+        to_prefill, _ = await start(doomed, SLOW)
+        leg = doomed.decode._legs[to_prefill.handle, 0]
+        cluster.kill(victim)
+        assert (await leg.failed(3)).code == pb.ERROR_CODE_UNAVAILABLE
+        await doomed.decode.until_empty(5)
+    assert (await both.ask(SHORT)).tokens == answers["short"]
+
+
+# Drain ----------------------------------------------------------------------------------------------------------------
+
+
+async def health(address: str) -> int:
+    async with connect(address) as channel:
+        reply = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+        return int(reply.status)
+
+
+async def test_drain_lets_requests_end_and_takes_no_new_ones(cluster: Cluster, both: Pair) -> None:
+    leaving: Running = cluster.start_workers("decode")[0]
+    serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+    assert await health(leaving.address) == serving
+    async with pair(both.prefill.address, leaving.address) as last:
+        to_prefill, to_decode = await last.submits(Prompt(tokens=range(40, 60), max_tokens=150, ignore_eos=True))
+        await last.prefill.submit(to_prefill)
+        leg = await last.decode.submit(to_decode)
+        await leg.token(1)
+        drained = asyncio.create_task(_drain(last.decode))
+        await last.decode.until(lambda: last.decode.load.draining)
+        assert await health(leaving.address) == not_serving
+        _, refused = await last.submits(SHORT)
+        failed = await (await last.decode.submit(refused)).failed(5)
+        assert failed.code == pb.ERROR_CODE_UNAVAILABLE
+        assert failed.retry_after_ms > 0
+        assert (await leg.finished(30)).reason == pb.FINISH_REASON_LENGTH
+        assert (await drained).unfinished == 0
+    assert await asyncio.to_thread(cluster.stop, leaving) == 0
+
+
+async def _drain(worker: Worker) -> pb.DrainReply:
+    reply: pb.DrainReply = await worker.stub.Drain(pb.DrainRequest(timeout_ms=30_000))
+    return reply
+
+
+# The end --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 16, 17])
+async def test_exactly_max_tokens(both: Pair, count: int) -> None:
+    answer = await both.ask(Prompt(tokens=range(40, 60), max_tokens=count, ignore_eos=True))
+    assert (len(answer.tokens), answer.reason) == (count, FinishReason.LENGTH)
+
+
+async def test_the_first_token_may_be_the_end(both: Pair, answers: dict[str, list[int]]) -> None:
+    first = answers["short"][0]
+    stopping = Prompt(tokens=SHORT.tokens, max_tokens=12, stop_ids=frozenset({first}))
+    answer = await both.ask(stopping)
+    assert (answer.tokens, answer.reason) == ([first], FinishReason.STOP)
+    ignoring = Prompt(tokens=SHORT.tokens, max_tokens=12, stop_ids=frozenset({first}), ignore_eos=True)
+    assert (await both.ask(ignoring)).tokens == answers["short"]
+
+
+async def test_a_finished_prompt_does_not_wait_for_a_destination_that_never_comes(both: Pair) -> None:
+    to_prefill, _ = await both.submits(Prompt(tokens=range(40, 60), max_tokens=1))
+    leg = await both.prefill.submit(to_prefill)
+    assert (await leg.finished(5)).reason == pb.FINISH_REASON_LENGTH
+    await both.prefill.until_empty(5)
+
+
+async def test_names_are_the_routers_business_not_the_replicas(both: Pair, answers: dict[str, list[int]]) -> None:
+    """Another attempt under the same request id, and two routers at once."""
+    name = uuid.uuid4().hex
+    async with pair(both.prefill.address, both.decode.address) as second:
+        first = await both.submits(SHORT, name=name)
+        again = await second.submits(SHORT, name=name)
+        for submit in again:
+            submit.attempt = 1
+        legs = [await both.prefill.submit(first[0]), await both.decode.submit(first[1]),
+                await second.prefill.submit(again[0]), await second.decode.submit(again[1])]
+        for leg in legs:
+            await leg.finished(10)
+        for one, other in (legs[:2], legs[2:]):
+            assert one.tokens | other.tokens == dict(enumerate(answers["short"]))
+
