@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,8 @@ def _parse(path: Path, config: dict[str, Any]) -> Checkpoint:
     if not architecture:
         raise CheckpointError(f"{path / 'config.json'}: `architectures` is missing")
 
+    _refuse_unsupported(path, config, text)
+
     def need(section: dict[str, Any], key: str) -> Any:
         if section.get(key) is None:
             raise CheckpointError(f"{path / 'config.json'}: `{key}` is missing")
@@ -116,7 +119,8 @@ def _parse(path: Path, config: dict[str, Any]) -> Checkpoint:
     heads = int(need(text, "num_attention_heads"))
     hidden = int(need(text, "hidden_size"))
     head_size = int(text.get("head_dim") or hidden // heads)
-    vision = _vision(config.get("vision_config"))
+    # A text-only class may be named over a config that also describes a tower: it is then served without pictures.
+    vision = None if architecture.endswith("ForCausalLM") else _vision(path, config.get("vision_config"))
     generation = _json(path / "generation_config.json")
     eos = generation.get("eos_token_id", text.get("eos_token_id", config.get("eos_token_id")))
     eos_ids = frozenset(int(i) for i in (eos if isinstance(eos, list) else [eos]) if i is not None)
@@ -147,6 +151,19 @@ def _parse(path: Path, config: dict[str, Any]) -> Checkpoint:
     )
 
 
+def _refuse_unsupported(path: Path, config: dict[str, Any], text: dict[str, Any]) -> None:
+    """What would load and then compute something else."""
+    file = path / "config.json"
+    if config.get("quantization_config") or text.get("quantization_config"):
+        raise CheckpointError(f"{file}: quantization_config is not supported; use the bfloat16 checkpoint")
+    if text.get("hidden_act", "silu") != "silu":
+        raise CheckpointError(f"{file}: hidden_act {text['hidden_act']!r} is not supported; known: silu")
+    if text.get("attn_output_gate") is False and text.get("linear_num_key_heads"):
+        raise CheckpointError(f"{file}: attn_output_gate false is not supported; Qwen3.5 gates its attention")
+    if text.get("use_sliding_window"):
+        raise CheckpointError(f"{file}: use_sliding_window is not supported; every layer attends to the whole context")
+
+
 def _json(path: Path, required: bool = False) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text())
@@ -162,22 +179,27 @@ def _json(path: Path, required: bool = False) -> dict[str, Any]:
 
 
 def _rope(text: dict[str, Any], head_size: int, path: Path) -> RopeConfig:
-    """Both spellings: `rope_parameters`, and top-level `rope_theta` with `rope_scaling`."""
+    """Both spellings: `rope_parameters`, and top-level `rope_theta` with `rope_scaling`.
+
+    M-RoPE is keyed on the section, never on the type's name: Qwen3.5 says `default`. Where Qwen3.5 leaves keys out, its class
+    rotates a quarter of each head and interleaves the axes.
+    """
+    qwen3_5 = str(text.get("model_type", "")).startswith("qwen3_5")
     rope = {**(text.get("rope_scaling") or {}), **(text.get("rope_parameters") or {})}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "mrope"):
         raise CheckpointError(f"{path / 'config.json'}: rope type {kind!r} is not supported; known: default, mrope")
     theta = rope.get("rope_theta", text.get("rope_theta", 10000.0))
-    fraction = float(rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 1.0)))
+    fraction = float(rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 0.25 if qwen3_5 else 1.0)))
     section = rope.get("mrope_section")
     rotary = int(head_size * fraction)
-    if section is not None and sum(section) != rotary // 2:
-        raise CheckpointError(f"{path / 'config.json'}: mrope_section {section} must add up to {rotary // 2}, half of the "
-                              f"{rotary} rotated channels")
+    if section is not None and (len(section) != 3 or sum(section) != rotary // 2):
+        raise CheckpointError(f"{path / 'config.json'}: mrope_section {section} must be three numbers that add up to "
+                              f"{rotary // 2}, half of the {rotary} rotated channels")
     return RopeConfig(
         theta=float(theta), rotary_size=rotary,
         mrope_section=(int(section[0]), int(section[1]), int(section[2])) if section is not None else None,
-        mrope_interleaved=bool(rope.get("mrope_interleaved", False)),
+        mrope_interleaved=bool(rope.get("mrope_interleaved", qwen3_5)),
     )
 
 
@@ -185,7 +207,7 @@ def _layers(text: dict[str, Any], heads: int, head_size: int) -> tuple[LayerSpec
     count = int(text["num_hidden_layers"])
     kinds = text.get("layer_types")
     if kinds is None:
-        interval = text.get("full_attention_interval") if text.get("linear_num_key_heads") else None
+        interval = int(text.get("full_attention_interval") or 4) if text.get("linear_num_key_heads") else None
         kinds = ["linear_attention" if interval and (i + 1) % interval else "full_attention" for i in range(count)]
     if len(kinds) != count:
         raise CheckpointError(f"config.json: layer_types names {len(kinds)} layers, num_hidden_layers says {count}")
@@ -205,9 +227,14 @@ def _layers(text: dict[str, Any], heads: int, head_size: int) -> tuple[LayerSpec
     return tuple(layers)
 
 
-def _vision(config: dict[str, Any] | None) -> VisionConfig | None:
+def _vision(path: Path, config: dict[str, Any] | None) -> VisionConfig | None:
     if not config:
         return None
+    if config.get("deepstack_visual_indexes"):
+        raise CheckpointError(f"{path / 'config.json'}: vision_config.deepstack_visual_indexes is not supported")
+    if math.isqrt(int(config["num_position_embeddings"])) ** 2 != int(config["num_position_embeddings"]):
+        raise CheckpointError(f"{path / 'config.json'}: vision_config.num_position_embeddings "
+                              f"{config['num_position_embeddings']} is not a square")
     return VisionConfig(
         depth=int(config["depth"]), hidden_size=int(config["hidden_size"]), intermediate_size=int(config["intermediate_size"]),
         num_heads=int(config["num_heads"]), patch_size=int(config["patch_size"]),
@@ -219,14 +246,17 @@ def _vision(config: dict[str, Any] | None) -> VisionConfig | None:
 def _image(path: Path, vision: VisionConfig | None) -> ImageConfig | None:
     if vision is None:
         return None
-    processor = _json(path / "preprocessor_config.json")
+    processor = _json(path / "preprocessor_config.json") or _json(path / "processor_config.json").get("image_processor") or {}
     size = processor.get("size") or {}
     mean, std = processor.get("image_mean", [0.5] * 3), processor.get("image_std", [0.5] * 3)
+    for key, own in (("patch_size", vision.patch_size), ("merge_size", vision.merge_size)):
+        if int(processor.get(key, own)) != own:
+            raise CheckpointError(f"{path}: the image processor's {key} is {processor[key]}, the vision tower's {own}")
     return ImageConfig(
         min_pixels=int(size.get("shortest_edge", processor.get("min_pixels", 65536))),
         max_pixels=int(size.get("longest_edge", processor.get("max_pixels", 16777216))),
-        patch_size=int(processor.get("patch_size", vision.patch_size)),
-        merge_size=int(processor.get("merge_size", vision.merge_size)),
+        patch_size=vision.patch_size,
+        merge_size=vision.merge_size,
         mean=(float(mean[0]), float(mean[1]), float(mean[2])), std=(float(std[0]), float(std[1]), float(std[2])))
 
 

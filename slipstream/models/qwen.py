@@ -86,6 +86,8 @@ class CausalLM(nn.Module):
     """A text-only model. It has no `encode_images`, so image input is refused instead of ignored."""
 
     qwen3_5 = False
+    takes_linear_layers = False
+    takes_mrope = False
 
     def __init__(self, checkpoint: Checkpoint, kernels: Kernels) -> None:
         super().__init__()
@@ -104,16 +106,13 @@ class CausalLM(nn.Module):
 class Qwen3ForCausalLM(CausalLM):
     """Qwen3 dense: full attention with QK-norm, one-dimensional positions."""
 
-    def __init__(self, checkpoint: Checkpoint, kernels: Kernels) -> None:
-        if checkpoint.has_linear_layers:
-            raise CheckpointError("Qwen3ForCausalLM has no linear-attention layers, but config.json lists some")
-        super().__init__(checkpoint, kernels)
-
 
 class Qwen3_5ForCausalLM(CausalLM):
     """Qwen3.5 text-only: Gated DeltaNet beside gated full attention."""
 
     qwen3_5 = True
+    takes_linear_layers = True
+    takes_mrope = True
 
 
 class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):

@@ -52,33 +52,53 @@ def dtype_of(name: str) -> torch.dtype:
 
 def load(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device,
          progress: weights.Progress | None = None, kernels: str = "reference") -> CausalLM:
-    """Build and load the checkpoint's model. Raises CheckpointError for an unknown architecture or a bad weight."""
+    """Build and load the checkpoint's model.
+
+    `progress(done, total)` counts tensors; `kernels` names a backend of kernels.dispatch. Raises CheckpointError for an unknown
+    architecture, for a capability that the class lacks and for a bad weight.
+    """
     known = architectures()
     if checkpoint.architecture not in known:
         raise CheckpointError(f"{checkpoint.path} is a {checkpoint.architecture}; known: {', '.join(sorted(known))}")
     kind = known[checkpoint.architecture]
+    _check_capabilities(kind, checkpoint)
     with torch.device("meta"):
         model = kind(checkpoint, dispatch.choose(kernels))
-    if checkpoint.vision is not None and checkpoint.architecture.endswith("ForConditionalGeneration") \
-            and not isinstance(model, VisionModel):
-        raise CheckpointError(f"{checkpoint.architecture} declares vision, but its class has no encode_images")
     weights.load_into(model, checkpoint.path, rename=lambda name: _rename(name, isinstance(model, VisionModel), checkpoint),
                       dtype=dtype, device=device, progress=progress)
     _materialise_buffers(model, checkpoint, device)
     return model.eval()
 
 
+def _check_capabilities(kind: type[CausalLM], checkpoint: Checkpoint) -> None:
+    """What the checkpoint declares, its class must do; found before any weight is read."""
+    lacks = []
+    if checkpoint.vision is not None and not issubclass(kind, VisionModel):
+        lacks.append("a vision tower (the class has no encode_images)")
+    if checkpoint.vision is not None and checkpoint.rope.mrope_section is None:
+        lacks.append("pictures without M-RoPE (rope_parameters has no mrope_section)")
+    if checkpoint.has_linear_layers and not kind.takes_linear_layers:
+        lacks.append("linear-attention layers")
+    if checkpoint.rope.mrope_section is not None and not kind.takes_mrope:
+        lacks.append("M-RoPE (rope_parameters.mrope_section)")
+    if lacks:
+        raise CheckpointError(f"{checkpoint.path} declares what {kind.__name__} does not do: {'; '.join(lacks)}; "
+                              "is `architectures` in config.json right?")
+
+
+_PREFIXES = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head.",
+             "model.visual.": "visual."}
+
+
 def _rename(name: str, vision: bool, checkpoint: Checkpoint) -> str | None:
-    """Names on disk: with or without `model.language_model.`; extra heads and an unused tower are left out."""
-    if name.startswith("mtp."):
+    """A name on disk, under any of the prefixes that Qwen checkpoints use; extra heads and an unused tower are left out."""
+    for prefix, ours in _PREFIXES.items():
+        if name.startswith(prefix):
+            name = ours + name.removeprefix(prefix)
+            break
+    if name.startswith("mtp.") or (name.startswith("visual.") and not vision):
         return None
-    if name.startswith("model.visual."):
-        return name.removeprefix("model.") if vision else None
-    if name == "lm_head.weight" and checkpoint.tie_embeddings:
-        return None
-    if name.startswith("model.language_model."):
-        return "model." + name.removeprefix("model.language_model.")
-    return name
+    return None if name == "lm_head.weight" and checkpoint.tie_embeddings else name
 
 
 def _materialise_buffers(model: CausalLM, checkpoint: Checkpoint, device: torch.device) -> None:

@@ -17,21 +17,36 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 
+_STORED = (torch.float32, torch.bfloat16, torch.float16)
+
 
 def files_of(folder: Path) -> dict[str, Path]:
     """Tensor name -> file. With an index only the files that it names count; a stray file beside it is not read."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         try:
-            names: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        except (ValueError, KeyError, OSError) as error:
+            names = dict[str, str](json.loads(index.read_text(), object_pairs_hook=_without_doubles)["weight_map"])
+        except (ValueError, KeyError, TypeError, OSError) as error:
             raise CheckpointError(f"{index} is not a safetensors index: {error}") from error
+        if outside := [file for file in names.values() if Path(file).name != file]:
+            raise CheckpointError(f"{index} names {outside[0]!r}; shards lie beside their index")
+        if absent := sorted({file for file in names.values() if not (folder / file).exists()}):
+            raise CheckpointError(f"{folder / absent[0]} does not exist, but {index.name} names it; is the download complete?")
         return {name: folder / file for name, file in names.items()}
     single = folder / "model.safetensors"
     if not single.exists():
         raise CheckpointError(f"{folder} holds neither model.safetensors nor model.safetensors.index.json")
     with _open(single) as file:
         return dict.fromkeys(file.keys(), single)
+
+
+def _without_doubles(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found: dict[str, object] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"{key} is listed twice")
+        found[key] = value
+    return found
 
 
 def load_into(model: nn.Module, folder: Path, *, rename: Callable[[str], str | None], dtype: torch.dtype, device: torch.device,
@@ -44,7 +59,10 @@ def load_into(model: nn.Module, folder: Path, *, rename: Callable[[str], str | N
     wanted = dict(model.named_parameters())
     found: dict[str, str] = {}
     unknown: list[str] = []
-    for done, (disk_name, file, tensor) in enumerate(_tensors(files_of(folder), rename)):
+    files = files_of(folder)
+    if unused := sorted(name for name in files if rename(name) is None):
+        logger.info("%s: %d weights are not used by this model, such as %s", folder, len(unused), unused[0])
+    for done, (disk_name, file, tensor) in enumerate(_tensors(files, rename)):
         name = rename(disk_name)
         assert name is not None
         if name not in wanted:
@@ -55,16 +73,21 @@ def load_into(model: nn.Module, folder: Path, *, rename: Callable[[str], str | N
         shape = tuple(wanted[name].shape)
         if tuple(tensor.shape) != shape:
             raise CheckpointError(f"{disk_name} in {file}: expected shape {shape}, found {tuple(tensor.shape)}")
-        if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
-            raise CheckpointError(f"{disk_name} in {file} of shape {shape} holds NaN or infinity, or is no float; "
-                                  "the file is damaged")
-        _assign(model, name, tensor.to(device=device, dtype=dtype))
+        if tensor.dtype not in _STORED:
+            raise CheckpointError(f"{disk_name} in {file} of shape {shape} is stored as {tensor.dtype}; known: "
+                                  f"{', '.join(str(known) for known in _STORED)}")
+        converted = tensor.to(device=device, dtype=dtype)
+        if not bool(torch.isfinite(converted).all()):
+            raise CheckpointError(f"{disk_name} in {file} of shape {shape} holds NaN or infinity as {dtype}; "
+                                  "the file is damaged, or the dtype too narrow")
+        _assign(model, name, converted)
         found[name] = disk_name
         if progress is not None:
             progress(done + 1, len(wanted))
     if missing := sorted(wanted.keys() - found.keys()):
         shapes = ", ".join(f"{name} {tuple(wanted[name].shape)}" for name in missing[:5])
-        raise CheckpointError(f"{folder} lacks {len(missing)} weights: {shapes}{', ...' if len(missing) > 5 else ''}")
+        raise CheckpointError(f"{folder} lacks {len(missing)} weights: {shapes}{', ...' if len(missing) > 5 else ''}"
+                              + (f"; it holds names that are not known, such as {unknown[0]}" if unknown else ""))
     if unknown:
         raise CheckpointError(f"{folder} holds weights that this architecture does not have: {', '.join(sorted(unknown)[:5])}"
                               f"{', ...' if len(unknown) > 5 else ''}; is config.json the right one?")
@@ -78,6 +101,8 @@ def _tensors(files: dict[str, Path], rename: Callable[[str], str | None]) -> Ite
     for path, names in by_file.items():
         with _open(path) as file:
             inside = set(file.keys())
+            if doubled := sorted(name for name in inside if files.get(name, path) != path):
+                raise CheckpointError(f"{doubled[0]} is in {path} and, by the index, in {files[doubled[0]]}")
             for name in names:
                 if name not in inside:
                     raise CheckpointError(f"the index says that {name} is in {path}, but it is not")
@@ -91,8 +116,6 @@ def _tensors(files: dict[str, Path], rename: Callable[[str], str | None]) -> Ite
 def _open(path: Path) -> safe_open:
     try:
         return safe_open(str(path), framework="pt")
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} does not exist, but the index names it") from error
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is not a complete safetensors file: {error}") from error
 
