@@ -1,0 +1,316 @@
+"""One side of a transfer stops, dies, hangs or has a bug: the other side's request ends in time, and nobody else's does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import grpc
+import grpc.aio
+import pytest
+
+from cache_transfer.channels.grpc import InlineChannel
+from cache_transfer.frames import Range
+from cache_transfer.handoff import Handoff, HandoffChoice
+from cache_transfer.load import CacheLoader, Loaded
+from cache_transfer.memory import CacheMemory, Landing
+from cache_transfer.source import SourceTransfer
+from cache_transfer.store import CacheStore
+from slipstream.config import TransferConfig
+from slipstream.errors import CancelledError, ContextLengthError, DeadlineError, SlipstreamError, TransferError
+from slipstream.rpc.server import listen, new_server
+from slipstream.types import MropeState
+from tests.support import transfer_rig
+
+TOKENS = 40_000  # 20 MB: more than the sockets and gRPC take when nobody reads
+PLACE = Landing(blocks=tuple(i % transfer_rig.BLOCKS for i in range(TOKENS // transfer_rig.BLOCK_SIZE)), state_slot=3)
+
+
+class CountingChannel(InlineChannel):
+    def __init__(self) -> None:
+        self.packed = 0
+        self.sending = asyncio.Event()
+        self.landed = asyncio.Event()
+
+    def pack(self, memory: CacheMemory, where: Landing, ranges: Sequence[Range]) -> bytes:
+        self.packed += 1
+        self.sending.set()
+        return super().pack(memory, where, ranges)
+
+    def land(self, memory: CacheMemory, where: Landing, ranges: Sequence[Range], payload: memoryview) -> None:
+        super().land(memory, where, ranges, payload)
+        self.landed.set()
+
+
+class BrokenChannel(InlineChannel):
+    def pack(self, memory: CacheMemory, where: Landing, ranges: Sequence[Range]) -> bytes:
+        raise ValueError("a bug")
+
+
+class Log:
+    """A TransferListener that remembers."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+        self.error: SlipstreamError | None = None
+        self._changed = asyncio.Event()
+
+    def ready(self) -> None:
+        self._add("ready")
+
+    def parked(self, reason: str) -> None:
+        self._add(f"parked: {reason}")
+
+    def done(self, committed: bool) -> None:
+        self._add("done")
+
+    def failed(self, error: SlipstreamError) -> None:
+        self.error = error
+        self._add("failed")
+
+    def _add(self, event: str) -> None:
+        self.heard.append(event)
+        self._changed.set()
+
+    async def until(self, *events: str) -> None:
+        async with asyncio.timeout(10):
+            while self.heard != list(events):
+                self._changed.clear()
+                await self._changed.wait()
+
+
+class Site:
+    """A source in this process."""
+
+    def __init__(self, channel: CountingChannel | BrokenChannel) -> None:
+        memory = CacheMemory(transfer_rig.layout(), transfer_rig.tensors(transfer_rig.layout(), seed=1))
+        self.store = CacheStore(memory, channel, replica_id="p0", epoch=1, rank=0, config=TransferConfig(frame_bytes=1 << 16))
+        self.server = new_server()
+        self.address = ""
+
+    def prompt(self, name: str, tokens: int = TOKENS) -> tuple[SourceTransfer, Log]:
+        """Announced and placed; nothing is computed yet."""
+        log = Log()
+        transfer = self.store.expect(name, "r", tokens, log)
+        transfer.begin()
+        transfer.allocated(PLACE.blocks, PLACE.state_slot)
+        return transfer, log
+
+    def compute(self, transfer: SourceTransfer, tokens: int = TOKENS, *, layers: int = 4) -> None:
+        for layer in range(layers):
+            transfer.layer_done(layer, tokens, True)
+        if layers == 4:
+            transfer.finish(Handoff(request_id="r", prompt_tokens=tokens, state_token_count=tokens,
+                                    choices=(HandoffChoice(first_token=7),),
+                                    mrope=MropeState(delta=0, last_position=(1, 2, 3))))
+
+
+@asynccontextmanager
+async def serving(channel: CountingChannel | BrokenChannel | None = None) -> AsyncIterator[Site]:
+    site = Site(channel or CountingChannel())
+    site.store.add_to(site.server)
+    site.address = await listen(site.server, "127.0.0.1:0")
+    try:
+        yield site
+    finally:
+        await site.server.stop(None)
+
+
+class Destination:
+    """A destination in this process."""
+
+    def __init__(self, address: str, connect_seconds: float = 5.0) -> None:
+        self.address = address
+        self.channel = CountingChannel()
+        memory, _ = transfer_rig.destination(transfer_rig.layout())
+        self.loader = CacheLoader(memory, self.channel, replica_id="d0", epoch=1, rank=0,
+                                  config=TransferConfig(connect_seconds=connect_seconds))
+
+    async def load(self, name: str, *, attempt: int = 0, seconds: float = 20.0, epoch: int = 1,
+                   refusal: SlipstreamError | None = None, hang: bool = False) -> Loaded:
+        async def admit(num_tokens: int) -> Landing:
+            if refusal is not None:
+                raise refusal
+            if hang:
+                await asyncio.Event().wait()
+            return PLACE
+
+        return await self.loader.load([self.address], transfer_id=name, attempt=attempt, source_epoch=epoch, request_id="r",
+                                      remaining_seconds=seconds, admit=admit)
+
+
+@asynccontextmanager
+async def destination(address: str, connect_seconds: float = 5.0) -> AsyncIterator[Destination]:
+    here = Destination(address, connect_seconds)
+    try:
+        yield here
+    finally:
+        await here.loader.close()
+
+
+@asynccontextmanager
+async def another_process(address: str, name: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    arguments = {"address": address, "name": name, "blocks": PLACE.blocks, "slot": PLACE.state_slot}
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.support.transfer_destination",
+                                                   json.dumps(arguments), stderr=asyncio.subprocess.DEVNULL)
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def test_failing_frees_the_memory_at_once_although_the_destination_is_stopped() -> None:
+    channel = CountingChannel()
+    async with serving(channel) as site:
+        transfer, log = site.prompt("t")
+        async with another_process(site.address, "t") as process:
+            await log.until("ready")
+            process.send_signal(signal.SIGSTOP)
+            site.compute(transfer, layers=3)
+            await asyncio.wait_for(channel.sending.wait(), 10)
+            transfer.fail(CancelledError("the client went away"))
+            assert log.heard == ["ready", "failed"]
+            assert site.store.open_transfers == 0
+            seen = channel.packed
+            process.send_signal(signal.SIGCONT)
+            async with asyncio.timeout(10):
+                assert await process.wait() == 1  # it was told, or cut off
+            assert channel.packed == seen
+
+
+async def test_a_higher_attempt_takes_over_from_a_stopped_destination() -> None:
+    async with serving() as site, destination(site.address) as here:
+        transfer, log = site.prompt("t")
+        async with another_process(site.address, "t") as process:
+            await log.until("ready")
+            process.send_signal(signal.SIGSTOP)
+            site.compute(transfer)
+            loaded = await here.load("t", attempt=1)
+            await loaded.close(committed=True)
+            await log.until("ready", "ready", "done")
+            process.send_signal(signal.SIGCONT)
+            async with asyncio.timeout(10):
+                assert await process.wait() == 1
+
+
+@pytest.mark.parametrize("layers", [0, 2, 4])
+async def test_a_killed_destination_parks_the_prompt_for_another(layers: int) -> None:
+    async with serving() as site, destination(site.address) as here:
+        transfer, log = site.prompt("t")
+        async with another_process(site.address, "t") as process:
+            await log.until("ready")
+            process.send_signal(signal.SIGSTOP)  # it can't have finished before it dies
+            site.compute(transfer, layers=layers)
+            process.kill()
+            await log.until("ready", "parked: the destination was lost")
+        site.compute(transfer)
+        await (await here.load("t", attempt=1)).close(committed=True)
+        await log.until("ready", "parked: the destination was lost", "ready", "done")
+
+
+async def test_a_bug_on_the_source_fails_both_sides_of_one_transfer() -> None:
+    async with serving(BrokenChannel()) as site, destination(site.address) as here:
+        transfer, log = site.prompt("t")
+        site.compute(transfer)
+        with pytest.raises(SlipstreamError, match="a bug"):
+            await here.load("t")
+        await log.until("ready", "failed")
+        assert log.error is not None
+        assert log.error.code == "internal"
+
+
+async def test_blocks_outside_the_pool_are_never_read() -> None:
+    async with serving() as site, destination(site.address) as here:
+        transfer, log = site.prompt("t", 4)
+        transfer.allocated((transfer_rig.BLOCKS,), 3)
+        site.compute(transfer, 4)
+        with pytest.raises(SlipstreamError, match=f"block {transfer_rig.BLOCKS} of a pool of {transfer_rig.BLOCKS}"):
+            await here.load("t")
+        await log.until("ready", "failed")
+
+
+async def test_what_the_destination_refuses_for_is_told_to_the_source() -> None:
+    async with serving() as site, destination(site.address) as here:
+        _, log = site.prompt("t")
+        with pytest.raises(ContextLengthError):
+            await here.load("t", refusal=ContextLengthError("too long for this replica"))
+        await log.until("failed")
+        assert isinstance(log.error, ContextLengthError)
+
+
+async def test_an_admission_that_hangs_ends_with_the_deadline() -> None:
+    async with serving() as site, destination(site.address) as here:
+        site.prompt("t")
+        began = time.monotonic()
+        with pytest.raises(DeadlineError):
+            await here.load("t", seconds=0.5, hang=True)
+        assert time.monotonic() - began < 2
+
+
+async def test_a_stopped_source_ends_the_load_with_the_deadline() -> None:
+    async with transfer_rig.source() as source, destination(source.address) as here:
+        await source.tell(expect="t", tokens=17, hold=True)
+        await source.hear("expected")
+        await source.tell(expect="u", tokens=4, blocks=[1], slot=1)
+        await (await here.load("u")).close(committed=True)  # greeted: now only Transfer itself waits
+        source.process.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(DeadlineError):
+            await here.load("t", seconds=0.5)
+        assert time.monotonic() - began < 2
+
+
+@pytest.mark.parametrize(("connect_seconds", "seconds", "kind"), [(0.3, 20.0, TransferError), (20.0, 0.3, DeadlineError)])
+async def test_a_peer_that_never_says_hello(connect_seconds: float, seconds: float, kind: type[SlipstreamError]) -> None:
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(silent, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, destination(f"127.0.0.1:{port}", connect_seconds) as here:
+        began = time.monotonic()
+        with pytest.raises(kind):
+            await here.load("t", seconds=seconds)
+        assert time.monotonic() - began < 2
+
+
+async def test_many_loads_from_one_source_share_one_hello() -> None:
+    hellos = 0
+
+    class Count(grpc.aio.ServerInterceptor):
+        async def intercept_service(self, continuation, details):  # type: ignore[no-untyped-def]
+            nonlocal hellos
+            hellos += details.method.endswith("/Hello")
+            return await continuation(details)
+
+    site = Site(CountingChannel())
+    site.server = grpc.aio.server(interceptors=[Count()])
+    site.store.add_to(site.server)
+    address = await listen(site.server, "127.0.0.1:0")
+    async with destination(address) as here:
+        for i in range(20):
+            site.compute(site.prompt(f"t{i}", 9)[0], 9)
+        for loaded in await asyncio.gather(*(here.load(f"t{i}") for i in range(20))):
+            await loaded.close(committed=True)
+    assert hellos == 1
+    await site.server.stop(None)
+
+
+async def test_a_source_that_shuts_down_is_a_lost_link_and_not_our_own_cancellation() -> None:
+    async with serving() as site, destination(site.address) as here:
+        transfer, _ = site.prompt("t")
+        site.compute(transfer, layers=3)
+        load = asyncio.create_task(here.load("t"))
+        await asyncio.wait_for(here.channel.landed.wait(), 10)
+        await site.server.stop(None)
+        with pytest.raises(TransferError):
+            await load
+        assert not load.cancelled()
