@@ -57,9 +57,10 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def write_kv(kv: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
     """Store keys and values [T, G, D] at slots [T] (block * P + offset, int64) of kv [N, 2, P, G, D]."""
     block_size = kv.shape[2]
-    blocks, offsets = slots // block_size, slots % block_size
-    kv[blocks, 0, offsets] = keys
-    kv[blocks, 1, offsets] = values
+    rows = slots // block_size * (2 * block_size) + slots % block_size  # of kv as [N * 2 * P] rows; a block's keys come first
+    flat = kv.view(-1, *kv.shape[3:])
+    flat.index_copy_(0, rows, keys)
+    flat.index_copy_(0, rows + block_size, values)
 
 
 def prefill_attention(query: Tensor, kv: Tensor, block_table: Tensor, context: int) -> Tensor:

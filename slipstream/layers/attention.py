@@ -45,17 +45,15 @@ class Attention(nn.Module):
         return result
 
     def _attend(self, query: Tensor, batch: ForwardBatch, cache: AttentionCache) -> Tensor:
+        split = batch.split
+        if not split.chunks:
+            return self.kernels.decode_attention(query, cache.kv, batch.block_tables, split.decode_lengths)
         out = torch.empty_like(query)
-        decoding, rows, row = [], [], 0
-        for i, (count, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
-            if count == 1:
-                decoding.append(i)
-                rows.append(row)
-            else:
-                span = slice(row, row + count)
-                out[span] = self.kernels.prefill_attention(query[span], cache.kv, batch.block_tables[i], context)
-            row += count
-        if decoding:
-            lengths = torch.tensor([batch.context_lens[i] + 1 for i in decoding], device=query.device)
-            out[rows] = self.kernels.decode_attention(query[rows], cache.kv, batch.block_tables[decoding], lengths)
+        for sequence, rows in split.chunks:
+            out[rows] = self.kernels.prefill_attention(query[rows], cache.kv, batch.block_tables[sequence],
+                                                       batch.context_lens[sequence])
+        if len(split.decoding):
+            decoded = self.kernels.decode_attention(query[split.decode_rows], cache.kv, batch.block_tables[split.decoding],
+                                                    split.decode_lengths)
+            out.index_copy_(0, split.decode_rows, decoded)
         return out

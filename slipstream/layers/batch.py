@@ -7,8 +7,24 @@ H KV heads, D head size, Z state slots, C conv channels, W conv width, V value h
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
+import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """A batch by what is done with its sequences: prompt chunks go one by one, the E that decode (one token each) at once."""
+
+    chunks: tuple[tuple[int, slice], ...]
+    """(sequence, its rows of T)."""
+    decoding: Tensor
+    """[E] int64 sequences."""
+    decode_rows: Tensor
+    """[E] int64 rows of T."""
+    decode_lengths: Tensor
+    """[E] int64 tokens, the new one included."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +51,23 @@ class ForwardBatch:
     """[M] int64 rows of T that take an image embedding instead of the token's."""
     visual_embeds: Tensor | None = None
     """[M, hidden] in the order of visual_rows."""
+
+    @cached_property
+    def split(self) -> Split:
+        """Found once for all layers. The first token of a sequence is a chunk: it has no state to go on from."""
+        chunks, decoding, rows, lengths, row = [], [], [], [], 0
+        for sequence, (count, context) in enumerate(zip(self.query_lens, self.context_lens, strict=True)):
+            if count == 1 and context:
+                decoding.append(sequence)
+                rows.append(row)
+                lengths.append(context + 1)
+            else:
+                chunks.append((sequence, slice(row, row + count)))
+            row += count
+        device = self.token_ids.device
+        return Split(chunks=tuple(chunks), decoding=torch.tensor(decoding, dtype=torch.int64, device=device),
+                     decode_rows=torch.tensor(rows, dtype=torch.int64, device=device),
+                     decode_lengths=torch.tensor(lengths, dtype=torch.int64, device=device))
 
 
 @dataclass(frozen=True, kw_only=True)

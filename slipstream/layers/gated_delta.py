@@ -59,21 +59,24 @@ class GatedDeltaNet(nn.Module):
     def forward(self, x: Tensor, batch: ForwardBatch, cache: LinearCache) -> Tensor:
         """[T, hidden] -> [T, hidden]; leaves in each slot the state after the sequence's last row."""
         qkv, decay, beta = self.in_proj_qkv(x), self._decay(self.in_proj_a(x)), self.in_proj_b(x).float().sigmoid()
-        mixed = x.new_empty(x.shape[0], self.spec.value_heads, self.spec.value_head_size)
-        decoding, rows, row = [], [], 0
-        for i, (count, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
-            if count == 1 and context:
-                decoding.append(i)
-                rows.append(row)
-            else:
-                span = slice(row, row + count)
-                mixed[span] = self._chunk(qkv[span], decay[span], beta[span], int(batch.state_slots[i]), context == 0, cache)
-            row += count
-        if decoding:
-            mixed[rows] = self._step(qkv[rows], decay[rows], beta[rows], batch.state_slots[decoding], cache)
+        mixed = self._mix(qkv, decay, beta, batch, cache)
         z = self.in_proj_z(x).view_as(mixed)
         result: Tensor = self.out_proj(self.norm(mixed, z).flatten(1))
         return result
+
+    def _mix(self, qkv: Tensor, decay: Tensor, beta: Tensor, batch: ForwardBatch, cache: LinearCache) -> Tensor:
+        """[T, V, E] in the model's dtype."""
+        split = batch.split
+        if not split.chunks:
+            return self._step(qkv, decay, beta, batch.state_slots, cache)
+        mixed = qkv.new_empty(qkv.shape[0], self.spec.value_heads, self.spec.value_head_size)
+        for sequence, rows in split.chunks:
+            mixed[rows] = self._chunk(qkv[rows], decay[rows], beta[rows], int(batch.state_slots[sequence]),
+                                      batch.context_lens[sequence] == 0, cache)
+        if len(split.decoding):
+            one = split.decode_rows
+            mixed.index_copy_(0, one, self._step(qkv[one], decay[one], beta[one], batch.state_slots[split.decoding], cache))
+        return mixed
 
     def _decay(self, a: Tensor) -> Tensor:
         """log of the state's decay, [T, V] float32, at most 0."""
@@ -101,8 +104,8 @@ class GatedDeltaNet(nn.Module):
     def _step(self, qkv: Tensor, decay: Tensor, beta: Tensor, slots: Tensor, cache: LinearCache) -> Tensor:
         y, conv = self.kernels.causal_conv(qkv[:, None], cache.conv[slots], self.conv1d.weight[:, 0])
         out, state = self.kernels.gated_delta_step(*self._heads(y[:, 0]), decay, beta, cache.recurrent[slots].float())
-        cache.conv[slots] = conv
-        cache.recurrent[slots] = state.to(cache.recurrent.dtype)
+        cache.conv.index_copy_(0, slots, conv)
+        cache.recurrent.index_copy_(0, slots, state.to(cache.recurrent.dtype))
         return out.to(qkv.dtype)
 
 
