@@ -62,7 +62,8 @@ def test_a_handoff_survives() -> None:
 
 
 @pytest.mark.parametrize(("change", "text"), [
-    ({"version": 2}, "version 2"), ({"mrope_last_position": [1, 2]}, "three position axes"), ({"choices": []}, "at least one choice")])
+    ({"version": 2}, "version 2"), ({"mrope_last_position": [1, 2]}, "three position axes"),
+    ({"choices": []}, "at least one choice")])
 def test_a_handoff_of_another_kind_is_refused(change: dict[str, object], text: str) -> None:
     message = frames.handoff_to_pb(HANDOFF)
     for name, value in change.items():
