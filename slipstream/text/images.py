@@ -41,10 +41,11 @@ class Picture:
 
 def from_data_url(url: str, field: str) -> bytes:
     """The bytes of `data:image/...;base64,...`. Raises InvalidRequestError for anything else."""
-    if url.startswith(("http://", "https://")):
+    if url[:8].lower().startswith(("http://", "https://")):
         raise InvalidRequestError("pictures by http(s) URL are not fetched; send the picture itself as a data URL: "
                                   "data:image/png;base64,...", field=field)
     header, comma, payload = url.partition(",")
+    header = header.lower()
     if not comma or not header.startswith("data:image/") or not header.endswith(";base64"):
         raise InvalidRequestError("an image URL must be a data URL: data:image/png;base64,...", field=field)
     try:
@@ -55,8 +56,7 @@ def from_data_url(url: str, field: str) -> bytes:
 
 def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
     """(height, width): the nearest multiples of `factor` whose area lies within the limits, aspect kept (Qwen2-VL's rule)."""
-    high, wide = round(height / factor) * factor, round(width / factor) * factor
-    high, wide = max(factor, high), max(factor, wide)
+    high, wide = round(height / factor) * factor, round(width / factor) * factor  # 0 for a thin side, which then grows
     if high * wide > max_pixels:
         shrink = math.sqrt(height * width / max_pixels)
         high = max(factor, math.floor(height / shrink / factor) * factor)
@@ -76,7 +76,10 @@ def decode(data: bytes, config: ImageConfig, *, max_pixels: int, field: str) -> 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our own limit comes below, before decoding
             image = Image.open(io.BytesIO(data), formats=_FORMATS)
-    except (UnidentifiedImageError, OSError, ValueError, Image.DecompressionBombError) as error:
+    except Image.DecompressionBombError as error:  # Pillow's own limit, twice its warning's; it names the number of pixels
+        raise InvalidRequestError(f"the picture is too large; the limit is {max_pixels} pixels in all ({error})",
+                                  field=field) from error
+    except (UnidentifiedImageError, OSError, ValueError) as error:
         raise InvalidRequestError(f"not a picture that can be read; send one of {', '.join(_FORMATS)}", field=field) from error
     width, height = image.size
     _check_size(height, width, max_pixels, field)
@@ -107,6 +110,8 @@ def _rgb(image: Image.Image) -> Image.Image:
     """Opaque RGB; what is transparent shows white."""
     if image.mode == "RGB":
         return image
+    if image.mode.startswith("I;16"):  # Pillow would clip instead of scale
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         layer = image.convert("RGBA")
         white = Image.new("RGBA", layer.size, (255, 255, 255, 255))

@@ -1,7 +1,8 @@
 """Text to token ids and back, from a checkpoint's tokenizer.json; knows no template and no request.
 
 Text of a user can hold the words of a special token (`<|im_end|>`, `<|image_pad|>`). `quote` breaks them with a marker that no
-text uses, templates carry the marker along, and `encode` takes it out again without ever seeing a special token there.
+text uses, templates carry the marker along, and `encode` takes it out again without ever seeing a special token there. A text
+that ends with the beginning of such a word gets a marker too, so that two texts side by side cannot make one up.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from tokenizers import Tokenizer as FastTokenizer
 from slipstream.errors import CheckpointError
 
 REPLACEMENT = "\ufffd"
+_LONGEST_OPEN = 64  # tokens without a complete character at their end; more are broken bytes, not a long character
+_CHARACTER_TOKENS = 4  # a cut character has at most three bytes, so at most three tokens
 _MARK = "\ufdd0"  # a noncharacter: never part of a text
 
 
@@ -32,6 +35,7 @@ class Tokenizer:
         self._plain.encode_special_tokens = True
         self._specials = {token.content: id for id, token in self._fast.get_added_tokens_decoder().items() if token.special}
         longest_first = sorted(self._specials, key=len, reverse=True)
+        self._beginnings = tuple({word[:end] for word in self._specials for end in range(1, len(word))})
         self._pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
     def quote(self, text: str) -> str:
@@ -39,7 +43,8 @@ class Tokenizer:
         text = text.replace(_MARK, "")
         if self._pattern is None:
             return text
-        return self._pattern.sub(lambda found: found[0][0] + _MARK + found[0][1:], text)
+        text = self._pattern.sub(lambda found: found[0][0] + _MARK + found[0][1:], text)
+        return text + _MARK if text.endswith(self._beginnings) else text
 
     def encode(self, text: str) -> list[int]:
         """Ids; words of a special token become that token, unless they were quoted."""
@@ -65,16 +70,21 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """One choice's text as its tokens come. Never shows part of a character, never takes text back."""
+    """One choice's text as its tokens come. Never shows part of a character, never takes text back.
+
+    Bytes that are not (yet) a character decode to U+FFFD, and only the last U+FFFD of a text can still become one: so all but
+    it is shown at once.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._pending: list[int] = []  # tokens from the last shown piece on; the first `_context` of them are shown
+        self._tokens: list[int] = []  # the first `_context` of them, shown, give the rest its left neighbour
         self._context = 0
+        self._shown = 0  # characters of their text
 
     def add(self, tokens: Sequence[int]) -> str:
         """The text that the tokens complete; empty while a character is cut."""
-        self._pending.extend(tokens)
+        self._tokens.extend(tokens)
         return self._take(final=False)
 
     def finish(self) -> str:
@@ -82,10 +92,20 @@ class Detokenizer:
         return self._take(final=True)
 
     def _take(self, final: bool) -> str:
-        before = self._tokenizer.decode(self._pending[: self._context])
-        text = self._tokenizer.decode(self._pending)
-        if text.endswith(REPLACEMENT) and not final:
-            return ""
-        del self._pending[: self._context]
-        self._context = len(self._pending)
-        return text[len(before) :]
+        text = self._tokenizer.decode(self._tokens)
+        open_end = text.endswith(REPLACEMENT) and not final
+        end = max(self._shown, len(text) - open_end)
+        piece = text[self._shown : end]
+        self._shown = end
+        if not open_end:
+            self._forget(self._context)
+        elif len(self._tokens) > _LONGEST_OPEN:
+            self._forget(len(self._tokens) - _CHARACTER_TOKENS)
+        return piece
+
+    def _forget(self, count: int) -> None:
+        """Drop the first tokens; at most the last U+FFFD of what stays is not shown yet."""
+        hidden = len(self._tokenizer.decode(self._tokens)) - self._shown
+        del self._tokens[:count]
+        self._context = len(self._tokens)
+        self._shown = len(self._tokenizer.decode(self._tokens)) - hidden
