@@ -6,23 +6,24 @@ An error before the first byte has its own status and OpenAI's error object; aft
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
+import math
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.routing import Route
 
 from router import openai
 from router.dispatch import End
+from router.events import EventStream
 from router.service import RouterService, Ticket, new_request_id, report
 from router.stream import DONE, Shape, error_body, event, usage
 from slipstream.errors import (
@@ -104,7 +105,7 @@ class App:
         return await self._answer(request, ticket, chat=False)
 
     async def _answer(self, request: Request, ticket: Ticket, *, chat: bool) -> Response:
-        shape = Shape(id=("chatcmpl-" if chat else "cmpl-") + ticket.id.removeprefix("req-"), model=self._service.model_name,
+        shape = Shape(id=("chatcmpl-" if chat else "cmpl-") + ticket.id.rpartition("-")[2], model=self._service.model_name,
                       created=int(time.time()), chat=chat)
         wants_report = request.headers.get("x-slipstream-report") == "1"
         reader = _Reader(self._service, ticket)
@@ -120,8 +121,7 @@ class App:
             watch.cancel()
             with suppress(asyncio.CancelledError):
                 await watch
-        return StreamingResponse(self._stream(reader, first, shape, wants_report), media_type="text/event-stream",
-                                 headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        return EventStream(self._stream(reader, first, shape, wants_report), ended=ticket.generation.wait, close=reader.close)
 
     async def _whole(self, reader: _Reader, shape: Shape, wants_report: bool) -> dict[str, Any]:
         pieces: list[str] = []
@@ -134,7 +134,7 @@ class App:
         return {**body, "slipstream": report(reader.ticket.generation)} if wants_report else body
 
     async def _stream(self, reader: _Reader, first: tuple[str, str | None], shape: Shape,
-                      wants_report: bool) -> AsyncIterator[bytes]:
+                      wants_report: bool) -> AsyncGenerator[bytes, None]:
         asked = reader.ticket.options.include_usage
         try:
             text, reason = first
@@ -153,8 +153,6 @@ class App:
         except SlipstreamError as error:
             logger.warning("the stream ended with an error: %s", error.message, extra={"request_id": reader.ticket.id})
             yield event(error_body(error))
-        finally:
-            reader.close()
 
     # Bodies, errors ---------------------------------------------------------------------------------------------------
 
@@ -165,14 +163,14 @@ class App:
         if declared.isdigit() and int(declared) > limit:
             raise too_large
         body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > limit:
-                raise too_large
         try:
-            return await asyncio.to_thread(json.loads, body) if len(body) > 1 << 20 else json.loads(body)
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequestError("the body is not valid JSON") from error
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > limit:
+                    raise too_large
+        except ClientDisconnect as error:
+            raise CancelledError("the client went away before its request was complete") from error
+        return await asyncio.to_thread(openai.parse, body) if len(body) > 1 << 20 else openai.parse(body)
 
     def _deadline(self, request: Request) -> float:
         limit = self._service.config.router.request_timeout_seconds
@@ -188,9 +186,7 @@ class App:
         """Request id, error object and counters around every endpoint."""
 
         async def guarded(request: Request) -> Response:
-            name = new_request_id()
-            given = request.headers.get("x-request-id", "")
-            shown = given if _CLIENT_ID.fullmatch(given) else name
+            name, shown = _request_id(request)
             logs.request_id.set(name)
             try:
                 response = await endpoint(request)
@@ -200,8 +196,6 @@ class App:
                 logger.exception("a fault in %s", path)
                 response = _failure(InternalError(f"a fault of the router; its log has more under request id {name}"))
             response.headers["x-request-id"] = shown
-            if shown != name:
-                logger.info("client request id %s is %s", shown, name)
             self._service.metrics.requests.labels(path, str(response.status_code)).inc()
             return response
 
@@ -212,7 +206,7 @@ class App:
         self._service.metrics.requests.labels("unmatched", str(error.status_code)).inc()
         what = "no such path" if error.status_code == 404 else "this path does not take that method"
         body = {"error": {"message": what, "type": "invalid_request_error", "param": None, "code": "not_found"}}
-        return _respond(body, error.status_code, dict(error.headers or {}))
+        return _respond(body, error.status_code, {**(error.headers or {}), "x-request-id": _request_id(request)[1]})
 
 
 class _Reader:
@@ -235,6 +229,8 @@ class _Reader:
         if end is None:
             return shown, None
         if end.error is not None:
+            if shown:
+                return shown, None  # what came before the failure; the next call raises it
             raise end.error
         assert end.reason is not None
         shown += text.finish()
@@ -242,8 +238,9 @@ class _Reader:
 
     def usage(self) -> dict[str, Any]:
         """So far."""
-        prefill = self.ticket.generation.dispatch.stats.get(Role.PREFILL)
-        return usage(self.ticket.prompt_tokens, self.ticket.text.tokens, prefill.cached_tokens if prefill else 0)
+        stats = self.ticket.generation.dispatch.stats
+        told = stats.get(Role.PREFILL) or stats.get(Role.DECODE)  # decode has heard it in the hand-off
+        return usage(self.ticket.prompt_tokens, self.ticket.text.tokens, told.cached_tokens if told else 0)
 
     def close(self) -> None:
         """Cancels what still runs."""
@@ -266,5 +263,15 @@ def _respond(body: dict[str, Any], status: int = 200, headers: dict[str, str] | 
 
 
 def _failure(error: SlipstreamError) -> Response:
-    headers = {} if error.retry_after_seconds is None else {"retry-after": str(max(1, round(error.retry_after_seconds)))}
+    wait = error.retry_after_seconds
+    if wait is None and error.http_status in (429, 503):
+        wait = 1.0
+    headers = {} if wait is None else {"retry-after": str(max(1, math.ceil(wait)))}
     return _respond(error_body(error), error.http_status, headers)
+
+
+def _request_id(request: Request) -> tuple[str, str]:
+    """(ours, the client's to be returned): ours is unique, and begins with the client's if that is a sound one."""
+    given = request.headers.get("x-request-id", "")
+    unique = new_request_id()
+    return (f"{given}-{unique}", given) if _CLIENT_ID.fullmatch(given) else (unique, unique)

@@ -11,7 +11,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from slipstream.errors import BusyError, SlipstreamError
+from slipstream.errors import BusyError, ProtocolError, SlipstreamError
 from slipstream.types import FinishReason, Role
 
 FIRST_RETRY_SECONDS = 0.02
@@ -114,13 +114,15 @@ class Dispatch:
         if self.over or attempt != self._attempts[role]:
             return []
         self._legs[role] = Leg.ENDED
+        if missing := self._missing(role):
+            return self.give_up(ProtocolError(f"the {role.value} replica ended without output {missing[0]}; send it again"))
         self.stats[role] = stats
         if reason is not None and self._reason is None:
             self._reason, self._last_index = reason, self._highest.get(role, 0)
         return self._deliver()
 
-    def failed(self, role: Role, attempt: int, error: SlipstreamError) -> list[Action]:
-        """A leg failed."""
+    def failed(self, role: Role, attempt: int, error: SlipstreamError, jitter: float = 1.0) -> list[Action]:
+        """A leg failed. `jitter`, at most 1, shortens the wait of a retry, so that many that were refused spread."""
         if self.over or attempt != self._attempts[role]:
             return []
         self._legs[role] = Leg.ENDED
@@ -128,7 +130,7 @@ class Dispatch:
             hint = error.retry_after_seconds or 0.0
             wait = min(LONGEST_RETRY_SECONDS, max(hint, FIRST_RETRY_SECONDS * 2**min(self._retries, 10)))
             self._retries += 1
-            return [RetryDecode(seconds=wait)]
+            return [RetryDecode(seconds=wait * jitter)]
         return self.give_up(error)
 
     def retry(self) -> list[Action]:
@@ -152,6 +154,11 @@ class Dispatch:
             return []
         self.over = True
         return [*self._cancel(everything=True), End(reason=reason)]
+
+    def _missing(self, role: Role) -> list[int]:
+        """Outputs that a leg, now at its end, should have reported: from its first to its highest, and prefill always one."""
+        first, last = (0, 0) if role is Role.PREFILL else (1, self._highest.get(role, 0))
+        return [index for index in range(max(first, self._next_index), last + 1) if index not in self._early]
 
     def _deliver(self) -> list[Action]:
         ready: list[int] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -76,7 +77,7 @@ class _Sink:
                      cached_tokens=stats.cached_tokens)))
 
     def on_failed(self, attempt: int, error: SlipstreamError) -> None:
-        self.generation.act(self.generation.dispatch.failed(self.role, attempt, error))
+        self.generation.act(self.generation.dispatch.failed(self.role, attempt, error, random.uniform(0.5, 1.0)))
 
 
 @dataclass(eq=False)
@@ -90,11 +91,14 @@ class Generation:
     unread_bytes: int
     times: Times
     dispatch: Dispatch = field(default_factory=Dispatch)
+    output_tokens: int = 0
+    """So far."""
     _pair: dict[Role, policy.Replica] = field(default_factory=dict)
     _busy: set[str] = field(default_factory=set)
     _unread: deque[int] = field(default_factory=deque)
     _end: End | None = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _over: asyncio.Event = field(default_factory=asyncio.Event)
     _timers: list[asyncio.TimerHandle] = field(default_factory=list)
     _pictures: asyncio.Task[None] | None = None
 
@@ -115,6 +119,10 @@ class Generation:
             await self._changed.wait()
         tokens, self._unread = tuple(self._unread), deque()
         return Output(tokens=tokens, end=self._end)
+
+    async def wait(self) -> None:
+        """Until it has ended, whether or not somebody reads it."""
+        await self._over.wait()
 
     @property
     def end(self) -> End | None:
@@ -155,6 +163,7 @@ class Generation:
                     self.times.ended = time.monotonic()
                     self._end = action
                     self._changed.set()
+                    self._over.set()
 
     def _take(self, tokens: tuple[int, ...]) -> None:
         now = time.monotonic()
@@ -165,6 +174,7 @@ class Generation:
             self.metrics.itl.observe(now - self.times.last_token)
         self.times.last_token = now
         self.metrics.output_tokens.inc(len(tokens))
+        self.output_tokens += len(tokens)
         self._unread.extend(tokens)
         self._changed.set()
         if len(self._unread) * TOKEN_BYTES > self.unread_bytes:

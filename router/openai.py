@@ -5,7 +5,9 @@ A field that would change the answer and is not supported is refused; one that c
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +19,7 @@ MAX_STOP_CHARACTERS = 1024
 MAX_MESSAGES = 4096
 _ROLES = ("system", "developer", "user", "assistant")
 _MAX_SEED = 1 << 63
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 
 # field -> the values that change nothing
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -64,6 +67,20 @@ class CompletionRequest:
 
     options: Options
     prompt: str | list[int]
+
+
+def parse(body: bytes | bytearray) -> Any:
+    """A body's JSON. Raises InvalidRequestError, also for half of a surrogate pair: no tokenizer takes it, nor any encoder."""
+    try:
+        value = json.loads(body.decode())
+        if _HALF.search(body):
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError("a text of the body holds half of a surrogate pair (\\ud800 to \\udfff); send whole "
+                                  "characters") from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError("the body is not valid JSON") from error
+    return value
 
 
 def chat_request(body: Any) -> ChatRequest:

@@ -21,15 +21,16 @@ class Prompt:
 
     tokens: tuple[int, ...]
     pictures: tuple[Picture, ...] = ()
+    field: str
+    """Of the request body, for what is wrong with it."""
 
 
 class PromptBuilder:
     """Everything that a checkpoint says of its input side."""
 
-    def __init__(self, checkpoint: Checkpoint, config: RouterConfig, max_context: int) -> None:
+    def __init__(self, checkpoint: Checkpoint, config: RouterConfig) -> None:
         """Raises CheckpointError where tokenizer or template are missing."""
         self.checkpoint = checkpoint
-        self.max_context = max_context
         self.tokenizer = Tokenizer(checkpoint.path)
         self._template = ChatTemplate(checkpoint.path, self.tokenizer.quote)
         self._config = config
@@ -63,14 +64,14 @@ class PromptBuilder:
                                           field="prompt")
         return self._finish(list(tokens), [], "prompt")
 
-    def max_tokens(self, prompt: Prompt, wanted: int | None) -> int:
+    def max_tokens(self, prompt: Prompt, wanted: int | None, max_context: int) -> int:
         """Output tokens that the request may have. Raises ContextLengthError with the three numbers."""
-        room = self.max_context - len(prompt.tokens)
+        room = max_context - len(prompt.tokens)
         if room < 1 or (wanted is not None and wanted > room):
             asked = f"{wanted} output tokens" if wanted is not None else "at least 1 output token"
             raise ContextLengthError(f"{len(prompt.tokens)} prompt tokens (images included) and {asked} exceed the context of "
-                                     f"{self.max_context} tokens; shorten the prompt or lower max_tokens",
-                                     field="messages" if room < 1 else "max_tokens")
+                                     f"{max_context} tokens; shorten the prompt or lower max_tokens",
+                                     field=prompt.field if room < 1 else "max_tokens")
         return room if wanted is None else wanted
 
     def _plain(self, message: dict[str, Any], number: int, urls: list[tuple[str, str]]) -> dict[str, Any]:
@@ -92,7 +93,7 @@ class PromptBuilder:
             raise InvalidRequestError(f"{field} is empty; send some text", field=field)
         checkpoint = self.checkpoint
         if checkpoint.vision is None or checkpoint.image_token_id is None:
-            return Prompt(tokens=tuple(tokens))
+            return Prompt(tokens=tuple(tokens), field=field)
         merge = checkpoint.vision.merge_size
         found = tokens.count(checkpoint.image_token_id)
         if found != len(pictures):
@@ -102,6 +103,9 @@ class PromptBuilder:
         left = iter(pictures)
         for token in tokens:
             expanded.extend([token] * merged_tokens(next(left).grid, merge) if token == checkpoint.image_token_id else [token])
-        check_images(expanded, [picture.grid for picture in pictures], image_token_id=checkpoint.image_token_id,
-                     video_token_id=checkpoint.video_token_id, merge_size=merge)
-        return Prompt(tokens=tuple(expanded), pictures=tuple(pictures))
+        try:
+            check_images(expanded, [picture.grid for picture in pictures], image_token_id=checkpoint.image_token_id,
+                         video_token_id=checkpoint.video_token_id, merge_size=merge)
+        except InvalidRequestError as error:
+            raise InvalidRequestError(error.message, field=field) from error
+        return Prompt(tokens=tuple(expanded), pictures=tuple(pictures), field=field)

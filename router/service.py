@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import secrets
@@ -26,11 +27,14 @@ from slipstream import checkpoint as checkpoints
 from slipstream.config import Config
 from slipstream.errors import ModelNotFoundError, UnavailableError
 from slipstream.observability.metrics import RouterMetrics
+from slipstream.rpc import convert
 from slipstream.types import Role, SamplingParams, StopParams
 
 logger = logging.getLogger(__name__)
 
 PROMPT_THREADS = 2
+LAST_WORDS_SECONDS = 1.0
+"""For the errors of requests that a stop cuts off to reach their clients."""
 _SEED_BITS = 63
 
 
@@ -55,8 +59,8 @@ class RouterService:
         self.checkpoint = checkpoints.read(checkpoints.resolve(config.model.path))
         self.model_name = config.model.served_name or self.checkpoint.path.name
         limit = self.checkpoint.max_context
-        self.max_context = min(config.engine.max_context or limit, limit)
-        self.builder = PromptBuilder(self.checkpoint, config.router, self.max_context)
+        self._own_context = min(config.engine.max_context or limit, limit)
+        self.builder = PromptBuilder(self.checkpoint, config.router)
         self.metrics = RouterMetrics(CollectorRegistry())
         self.limits = Limits(config.router.max_in_flight)
         self.draining = False
@@ -65,7 +69,16 @@ class RouterService:
         self._numbers = itertools.count(1)
         self._idle = asyncio.Event()
         self._idle.set()
-        self.workers = Workers(self._workers_changed)
+        self._running: set[Generation] = set()
+        self.workers = Workers(self.model_name, self._workers_changed)
+
+    @property
+    def max_context(self) -> int:
+        """Tokens that every connected worker can hold of one request."""
+        infos = [link.info for link in self.workers.links() if link.info is not None]
+        limits = [info.max_context for info in infos]
+        limits += [info.total_blocks * info.block_size for info in infos if info.role == convert.role_to_pb(Role.DECODE)]
+        return min([self._own_context, *(limit for limit in limits if limit)])
 
     async def close(self) -> None:
         """End every connection."""
@@ -78,13 +91,24 @@ class RouterService:
         try:
             async with asyncio.timeout(self.config.router.drain_seconds):
                 await self._idle.wait()
+            return 0
         except TimeoutError:
-            logger.warning("%d requests are cut off by the end of the drain", self.limits.in_flight)
-        return self.limits.in_flight
+            cut_off = self.limits.in_flight
+        logger.warning("%d requests are cut off by the end of the drain", cut_off)
+        for generation in list(self._running):
+            generation.give_up(UnavailableError("the router stopped before the request ended; send it again",
+                                                retry_after_seconds=1.0))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), LAST_WORDS_SECONDS)
+        return cut_off
 
     def problem(self) -> str:
         """Why no request can be served now, or empty."""
-        return "the router is draining" if self.draining else policy.missing(self.workers.views())
+        if self.draining:
+            return "the router is draining"
+        reason = policy.missing(self.workers.views())
+        refused = [link.problem for link in self.workers.links() if link.info is None and link.problem]
+        return f"{reason} ({'; '.join(refused[:3])})" if reason and refused else reason
 
     async def begin_chat(self, request: ChatRequest, name: str, deadline: float) -> Ticket:
         """Raises the SlipstreamError that refuses the request."""
@@ -100,6 +124,7 @@ class RouterService:
     def end(self, ticket: Ticket) -> None:
         """The reader is done with it, however it ended. Call exactly once."""
         ticket.generation.close()
+        self._running.discard(ticket.generation)
         self._leave()
         self._account(ticket.generation)
 
@@ -113,11 +138,15 @@ class RouterService:
         self.limits.admit()
         self._idle.clear()
         self.metrics.in_flight.set(self.limits.in_flight)
+        generation: Generation | None = None
         try:
             prompt = await asyncio.get_running_loop().run_in_executor(self._threads, build)
             generation = self._generation(options, prompt, name, arrived, deadline)
+            self._running.add(generation)
             generation.start()
         except BaseException:
+            if generation is not None:
+                self._running.discard(generation)
             self._leave()
             raise
         self.metrics.prompt_tokens.inc(len(prompt.tokens))
@@ -134,7 +163,7 @@ class RouterService:
             id=name, handle=handle, prompt=prompt, deadline=deadline,
             sampling=SamplingParams(temperature=self.checkpoint.default_temperature if temperature is None else temperature,
                                     top_p=self.checkpoint.default_top_p if top_p is None else top_p, seed=seed),
-            stop=StopParams(max_tokens=self.builder.max_tokens(prompt, options.max_tokens),
+            stop=StopParams(max_tokens=self.builder.max_tokens(prompt, options.max_tokens, self.max_context),
                             stop_token_ids=eos | frozenset(options.stop_token_ids)))
         return Generation(request=request, workers=self.workers, metrics=self.metrics, turn=handle,
                           unread_bytes=self.config.router.unread_bytes, times=Times(arrived=arrived))
@@ -148,6 +177,10 @@ class RouterService:
     def _account(self, generation: Generation) -> None:
         metrics, times = self.metrics, generation.times
         end = generation.end
+        code = "ok" if end is None or end.error is None else end.error.code
+        logger.info("the request ended: %s", code, extra={
+            "request_id": generation.request.id, "prompt_tokens": len(generation.request.prompt.tokens),
+            "output_tokens": generation.output_tokens, "seconds": round(time.monotonic() - times.arrived, 4)})
         if end is not None and end.error is None and times.ended is not None:
             metrics.e2e.observe(times.ended - times.arrived)
         if end is not None and end.error is not None:

@@ -10,13 +10,13 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 import grpc.aio
 
 from router.policy import Replica
-from slipstream.errors import SlipstreamError, UnavailableError
+from slipstream.errors import IncompatibleError, SlipstreamError, UnavailableError
 from slipstream.rpc import convert
 from slipstream.rpc.channel import connect
 from slipstream.text.images import Picture
@@ -52,8 +52,12 @@ class _Waiting:
 class WorkerLink:
     """One worker. `info` is None while it is not connected."""
 
-    def __init__(self, address: str, on_change: Callable[[], None]) -> None:
+    def __init__(self, address: str, model_name: str, on_change: Callable[[], None]) -> None:
+        """`model_name`: what this router serves; a worker of another model is not used."""
         self.address = address
+        self.leaving = False
+        """It gets nothing new, and is forgotten once nothing of it is awaited."""
+        self._model_name = model_name
         self.info: worker_pb2.WorkerInfo | None = None
         self.load = worker_pb2.Load()
         self.problem = "connecting"
@@ -81,7 +85,12 @@ class WorkerLink:
     @property
     def draining(self) -> bool:
         """True if the worker takes nothing new."""
-        return self.load.draining
+        return self.load.draining or self.leaving
+
+    @property
+    def idle(self) -> bool:
+        """True if no leg is awaited from it."""
+        return not self._sinks
 
     def view(self) -> Replica | None:
         """For the policy; None while the worker is not connected."""
@@ -89,7 +98,7 @@ class WorkerLink:
         if info is None:
             return None
         return Replica(id=self.address, role=convert.role_from_pb(info.role), compatibility_hash=info.compatibility_hash,
-                       draining=load.draining, waiting=load.waiting, running=load.running, free_blocks=load.free_blocks,
+                       draining=self.draining, waiting=load.waiting, running=load.running, free_blocks=load.free_blocks,
                        in_flight=len(self._sinks))
 
     def submit(self, message: worker_pb2.Submit, sink: LegSink) -> None:
@@ -101,7 +110,7 @@ class WorkerLink:
 
     def cancel(self, handle: int, attempt: int) -> None:
         """Nothing more is heard of the request."""
-        self._sinks.pop(handle, None)
+        self._forget(handle)
         if self.info is not None:
             self._outgoing.put_nowait(worker_pb2.RouterMessage(cancel=worker_pb2.Cancel(handle=handle, attempt=attempt)))
 
@@ -131,6 +140,8 @@ class WorkerLink:
             try:
                 info = await self._stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=_INFO_SECONDS, wait_for_ready=True)
                 convert.role_from_pb(info.role)
+                if info.model_name != self._model_name:
+                    raise IncompatibleError(f"{info.replica_id} serves {info.model_name}, this router {self._model_name}")
                 wait = _FIRST_WAIT_SECONDS
                 await self._session(info)
                 self.problem = "the session ended"
@@ -138,6 +149,9 @@ class WorkerLink:
                 self.problem = f"{error.code().name} {error.details()}"
             except SlipstreamError as error:
                 self.problem = error.message
+            except Exception as error:
+                logger.exception("the session with %s broke", self.address)
+                self.problem = f"it sent what this router cannot read ({type(error).__name__})"
             finally:
                 self._lost()
             await asyncio.sleep(wait)
@@ -145,7 +159,8 @@ class WorkerLink:
 
     async def _session(self, info: worker_pb2.WorkerInfo) -> None:
         self._outgoing = asyncio.Queue()
-        call = self._stub.Session(self._messages(self._outgoing))
+        call = self._stub.Session()
+        writer = asyncio.create_task(_write(call, self._outgoing))
         try:
             self.load = worker_pb2.Load(free_blocks=info.total_blocks, free_state_slots=info.total_state_slots,
                                         draining=info.draining)
@@ -159,10 +174,8 @@ class WorkerLink:
                     self.load = message.load
         finally:
             call.cancel()
-
-    async def _messages(self, queue: asyncio.Queue[worker_pb2.RouterMessage]) -> AsyncIterator[worker_pb2.RouterMessage]:
-        while True:
-            yield await queue.get()
+            writer.cancel()
+            await asyncio.gather(writer, return_exceptions=True)
 
     def _lost(self) -> None:
         if self.info is not None:
@@ -194,21 +207,37 @@ class WorkerLink:
         waiting = self._sinks.get(handle)
         if waiting is None or waiting.attempt != attempt:
             return None
-        return self._sinks.pop(handle)
+        self._forget(handle)
+        return waiting
+
+    def _forget(self, handle: int) -> None:
+        if self._sinks.pop(handle, None) is not None and self.leaving and not self._sinks:
+            self._on_change()
+
+
+async def _write(call: Any, queue: asyncio.Queue[worker_pb2.RouterMessage]) -> None:
+    """Send what is queued; the reader of the same call sees how the call ended."""
+    with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        while True:
+            await call.write(await queue.get())
 
 
 class Workers:
     """All links, from a fixed list of addresses or from the supervisor's Directory."""
 
-    def __init__(self, on_change: Callable[[], None]) -> None:
+    def __init__(self, model_name: str, on_change: Callable[[], None]) -> None:
         self._links: dict[str, WorkerLink] = {}
+        self._model_name = model_name
         self._on_change = on_change
+        self._closing: set[asyncio.Task[None]] = set()
         self._watch: asyncio.Task[None] | None = None
 
     def add(self, address: str) -> None:
         """Connect, and stay connected."""
-        if address not in self._links:
-            self._links[address] = WorkerLink(address, self._on_change)
+        if address in self._links:
+            self._links[address].leaving = False
+        else:
+            self._links[address] = WorkerLink(address, self._model_name, self._changed)
 
     def watch(self, directory: str) -> None:
         """Follow the Directory at this address. While it is gone the workers known so far go on serving."""
@@ -218,7 +247,16 @@ class Workers:
         """End every connection."""
         if self._watch is not None:
             self._watch.cancel()
-        await asyncio.gather(*(link.close() for link in self._links.values()))
+            await asyncio.gather(self._watch, return_exceptions=True)
+        await asyncio.gather(*self._closing, *(link.close() for link in self._links.values()))
+
+    def _changed(self) -> None:
+        """A worker came, was lost, or ended the last request that kept it."""
+        for address in [address for address, link in self._links.items() if link.leaving and link.idle]:
+            closing = asyncio.create_task(self._links.pop(address).close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+        self._on_change()
 
     def link(self, address: str) -> WorkerLink:
         """Raises UnavailableError for a worker that has left."""
@@ -245,15 +283,16 @@ class Workers:
             while True:
                 try:
                     async for snapshot in directory_pb2_grpc.DirectoryStub(channel).Watch(directory_pb2.WatchRequest()):
-                        await self._apply({endpoint.address for endpoint in snapshot.endpoints})
+                        self._apply({endpoint.address for endpoint in snapshot.endpoints})
                 except grpc.aio.AioRpcError as error:
                     logger.warning("the directory at %s is gone: %s; known workers stay", directory, error.code().name)
                 await asyncio.sleep(_FIRST_WAIT_SECONDS * 10)
         finally:
             await channel.close()
 
-    async def _apply(self, addresses: set[str]) -> None:
-        for address in addresses - self._links.keys():
+    def _apply(self, addresses: set[str]) -> None:
+        for address in addresses:
             self.add(address)
         for address in self._links.keys() - addresses:
-            await self._links.pop(address).close()
+            self._links[address].leaving = True
+        self._changed()
