@@ -57,7 +57,7 @@ class RouterService:
         """Raises ConfigError and CheckpointError."""
         self.config = config
         self.checkpoint = checkpoints.read(checkpoints.resolve(config.model.path))
-        self.model_name = config.model.served_name or self.checkpoint.path.name
+        self.model_name = config.model.name
         limit = self.checkpoint.max_context
         self._own_context = min(config.engine.max_context or limit, limit)
         self.builder = PromptBuilder(self.checkpoint, config.router)

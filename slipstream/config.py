@@ -30,6 +30,11 @@ class ModelConfig:
     device: str = "auto"
     """`cpu`, `cuda` (also names ROCm devices), or `auto`: a GPU if torch sees one."""
 
+    @property
+    def name(self) -> str:
+        """What clients call the model."""
+        return self.served_name or Path(self.path).name
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -118,7 +123,7 @@ class RayConfig:
     """[ray]: where processes are placed."""
 
     address: str = ""
-    """An existing cluster, or empty: start one on this machine and end it with the deployment."""
+    """`host:port` of an existing cluster's head; empty: start a cluster here and end it with the deployment."""
     cpus: float = 0.0
     """CPUs that a cluster started here offers; 0: as many as the deployment asks for."""
     placement_seconds: float = 8.0
@@ -281,5 +286,7 @@ def _check(config: Config) -> None:
     if not 0 < config.transfer.parked_fraction <= 1:
         raise ConfigError(f"transfer.parked_fraction must be in (0, 1], not {config.transfer.parked_fraction}",
                           field="transfer.parked_fraction")
+    if "://" in config.ray.address:
+        raise ConfigError(f"ray.address must be host:port of the cluster's head, not {config.ray.address!r}", field="ray.address")
     if not 0 <= config.router.port < 65536:
         raise ConfigError(f"router.port must be 0 to 65535, not {config.router.port}", field="router.port")

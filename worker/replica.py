@@ -50,7 +50,7 @@ class Replica:
         """`role` only limits parked memory. Raises ConfigError and CheckpointError."""
         self.config = config
         self.checkpoint: Checkpoint = checkpoints.read(checkpoints.resolve(config.model.path))
-        self.model_name = config.model.served_name or self.checkpoint.path.name
+        self.model_name = config.model.name
         self.device = build.device_of(config.model)
         self.dtype = build.dtype_name(config.model, self.checkpoint, self.device)
         parked = config.transfer.parked_fraction if role is Role.PREFILL else 1.0
