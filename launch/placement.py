@@ -9,6 +9,7 @@ import logging
 import os
 import secrets
 import shutil
+import socket
 import sys
 import tempfile
 import time
@@ -20,6 +21,7 @@ from launch import members, processes
 from launch.child import ChildProcess
 from launch.members import Member
 from slipstream.errors import LaunchError, PlacementError, SlipstreamError
+from slipstream.rpc.server import split_address
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -29,6 +31,7 @@ LONGEST_TEMP_PATH = 40
 OBJECT_STORE_BYTES = 80 << 20
 """Ray's least: no bytes of ours travel through its object store."""
 END_SECONDS = 10.0
+CONNECT_SECONDS = 5.0
 
 
 class Session:
@@ -45,6 +48,7 @@ class Session:
         quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
         try:
             if address:
+                _check_reachable(address)
                 ray.init(address=address, **quiet)
             else:
                 self._temp_dir = _short_temp_dir()
@@ -214,6 +218,13 @@ def _node_address() -> str:
     import ray
 
     return str(ray.util.get_node_ip_address())
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself tries for minutes and cannot be interrupted."""
+    if address != "auto":
+        with socket.create_connection(split_address(address), timeout=CONNECT_SECONDS):
+            pass
 
 
 def _short_temp_dir() -> Path:

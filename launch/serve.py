@@ -54,9 +54,10 @@ async def _run(config: Config, console: Console, body: Body) -> int:
         with _waiting(console, supervisor):
             urls = await _unless(stop, supervisor.start())
         if urls is None:
-            return 0
-        report(f"ready at {', '.join(urls)}; logs: {supervisor.log_dir}")
-        status = await body(urls, stop)
+            status = 0
+        else:
+            report(f"ready at {', '.join(urls)}; logs: {supervisor.log_dir}")
+            status = await body(urls, stop)
     finally:
         if not await supervisor.stop(hurry):
             status = INTERRUPTED if hurry.is_set() else status or 1

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import shutil
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from launch.child import describe
 from launch.directory import Directory, Endpoint
 from launch.members import Member, check_room, members
 from slipstream.config import Config
-from slipstream.errors import LaunchError, SlipstreamError
+from slipstream.errors import LaunchError
 from slipstream.rpc.server import join_address, listen, new_server
 from slipstream.v1 import directory_pb2_grpc
 
@@ -58,7 +59,8 @@ class Supervisor:
         self._members = members(config)
         self._directory = Directory()
         self._server: grpc.aio.Server | None = None
-        self._opening: asyncio.Task[placement.Session] | None = None
+        self._opening: asyncio.Future[placement.Session] | None = None
+        self._over = threading.Event()
         self._running: list[_Running] = []
         self._keepers: list[asyncio.Task[None]] = []
         self._stopping = False
@@ -111,7 +113,8 @@ class Supervisor:
         draining.cancel()
         await asyncio.gather(draining, return_exceptions=True)
         clean = not self._failed and not hurry.is_set()
-        await self._close(keep_logs=not clean)
+        await self._close(hurry, keep_logs=not clean)
+        self._over.set()
         return clean
 
     # -- starting ----------------------------------------------------------------------------------------------------
@@ -123,7 +126,7 @@ class Supervisor:
             check_room(self._members, cpus)
         gpus = sum(one.gpus for one in self._members)
         self._report(f"joining the Ray cluster at {config.address}" if config.address else "starting Ray on this machine")
-        self._opening = asyncio.create_task(asyncio.to_thread(placement.Session, config.address, cpus=cpus, gpus=gpus))
+        self._opening = self._open_session(cpus, gpus)
         session = await asyncio.shield(self._opening)
         deployment = f"slipstream-{uuid.uuid4().hex[:8]}"
         places = await asyncio.to_thread(placement.reserve, self._members, deployment, config.placement_seconds)
@@ -132,6 +135,31 @@ class Supervisor:
         self._server = new_server()  # not before Ray forked its processes: gRPC's threads and fork do not mix
         directory_pb2_grpc.add_DirectoryServicer_to_server(self._directory, self._server)
         self._directory_address = await listen(self._server, join_address(session.own_address, 0))
+
+    def _open_session(self, cpus: float, gpus: int) -> asyncio.Future[placement.Session]:
+        """Open the Ray session in a thread of its own, which nobody has to wait for should Ray hang.
+
+        The thread stays until `stop`: the kernel ends Ray's processes together with the thread that started them.
+        """
+        loop = asyncio.get_running_loop()
+        opening: asyncio.Future[placement.Session] = loop.create_future()
+
+        def tell(action: Callable[[], None]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waited
+                loop.call_soon_threadsafe(lambda: None if opening.cancelled() else action())
+
+        def run() -> None:
+            try:
+                session = placement.Session(self._config.ray.address, cpus=cpus, gpus=gpus)
+            except Exception as error:
+                failure = error
+                tell(lambda: opening.set_exception(failure))
+            else:
+                tell(lambda: opening.set_result(session))
+            self._over.wait()
+
+        threading.Thread(target=run, name="ray session", daemon=True).start()
+        return opening
 
     async def _launch(self, one: _Running, deadline: float) -> None:
         """Start the next epoch of a process and wait until it serves."""
@@ -209,20 +237,35 @@ class Supervisor:
             self._failed = True
             self._report(f"{one.member.name} ended with {describe(code)}")
 
-    async def _close(self, *, keep_logs: bool) -> None:
+    async def _close(self, hurry: asyncio.Event, *, keep_logs: bool) -> None:
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
         self._directory.close()
         if self._server is not None:
             await self._server.stop(grace=0.2)
-        if self._opening is not None:  # a session that is still being opened has to be open before it can be closed
-            with contextlib.suppress(SlipstreamError):
-                await asyncio.to_thread(self._give_back, await self._opening)
+        session = await self._opened(hurry)
+        if session is not None:
+            await asyncio.to_thread(self._give_back, session)
         if keep_logs and any(self.log_dir.iterdir()):
             self._report(f"logs: {self.log_dir}")
         elif not self._config.ray.log_dir:
             shutil.rmtree(self.log_dir, ignore_errors=True)
+
+    async def _opened(self, hurry: asyncio.Event) -> placement.Session | None:
+        """The session, if there is one: one that is still being opened has to be open before it can be closed.
+
+        Only joining a cluster may hang, and what was not joined need not be left: `hurry` ends that wait.
+        """
+        if self._opening is None:
+            return None
+        hurried = asyncio.create_task(hurry.wait())
+        waited: set[asyncio.Future[Any]] = {self._opening} | ({hurried} if self._config.ray.address else set())
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        hurried.cancel()
+        if not self._opening.done() or self._opening.exception() is not None:
+            return None
+        return self._opening.result()
 
     def _give_back(self, session: placement.Session) -> None:
         for one in self._running:

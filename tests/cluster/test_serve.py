@@ -68,7 +68,11 @@ def test_a_deployment_from_start_to_drain(start: Callable[..., Command]) -> None
     after = replicas(url)["decode-0"]
     assert (before["epoch"], after["epoch"]) == (1, 2)
 
+    long = subprocess.Popen([COMMAND, "chat", "Count 113 to 142.", "--url", url], stdout=subprocess.PIPE, text=True)
+    assert long.stdout is not None
+    begun = long.stdout.read(3)
     served.signal(signal.SIGINT)
+    assert begun + long.communicate(timeout=60)[0] == ", ".join(map(str, range(113, 143))) + ".\n"
     assert served.wait() == 0, served.text
     assert served.leftovers() == []
 

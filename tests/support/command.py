@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 COMMAND = str(Path(sys.executable).parent / "slipstream")
@@ -20,10 +20,11 @@ COMMAND = str(Path(sys.executable).parent / "slipstream")
 class Command:
     """One run of `slipstream`, in a session and with a temporary folder of its own."""
 
-    def __init__(self, arguments: Sequence[str]) -> None:
+    def __init__(self, arguments: Sequence[str], env: Mapping[str, str] | None = None) -> None:
         # Short: Ray puts sockets below it.
         self.folder = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))
-        self._process = subprocess.Popen([COMMAND, *arguments], env=os.environ | {"TMPDIR": str(self.folder)}, text=True,
+        self._process = subprocess.Popen([COMMAND, *arguments], text=True,
+                                         env=os.environ | {"TMPDIR": str(self.folder)} | dict(env or {}),
                                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
         self.lines: list[str] = []
         self._grew = threading.Condition()
