@@ -131,7 +131,8 @@ def test_the_delta_rule_in_chunks_and_in_steps(count: int) -> None:
     assert (state - last).abs().max() < 1e-5
     state, outs = start[None], []
     for t in range(count):
-        out, state = reference.gated_delta_step(q[t : t + 1], k[t : t + 1], v[t : t + 1], decay[t : t + 1], beta[t : t + 1], state)
+        one = slice(t, t + 1)
+        out, state = reference.gated_delta_step(q[one], k[one], v[one], decay[one], beta[one], state)
         outs.append(out[0])
     assert (torch.stack(outs) - expected).abs().max() < 1e-5
     assert (state[0] - last).abs().max() < 1e-5
