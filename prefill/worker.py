@@ -78,7 +78,10 @@ class PrefillWorker:
         if held.transfer is not None:
             held.transfer.fail(error or CancelledError("the request is over"))
             await held.over.wait()
-        await self._replica.call(lambda engine: engine.abort(job.request.id))
+        if error is None:
+            await self._replica.call(lambda engine: engine.release(job.request.id))
+        else:
+            await self._replica.call(lambda engine: engine.abort(job.request.id))
 
     def on_token(self, job: Job, event: TokenEvent, timing: Timing | None, mrope: MropeState | None) -> None:
         """Output 0, the only token drawn here."""

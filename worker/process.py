@@ -66,6 +66,7 @@ async def _serve(arguments: argparse.Namespace, identity: Identity, replica: Rep
     if not died:
         unfinished = await service.drain(replica.config.router.drain_seconds)
         logger.info("drained; %d requests were cut off", unfinished)
+    service.end_sessions()
     await server.stop(STOP_SECONDS)
     await loader.close()
     await service.stop()

@@ -83,6 +83,11 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             session.want_load()
         return await waiting
 
+    def end_sessions(self) -> None:
+        """Let routers go: their streams end when everything has been said."""
+        for session in self._sessions:
+            session.end()
+
     async def stop(self) -> None:
         """End the engine thread. The server has been stopped, so no session is left."""
         if self._pulse is not None:
@@ -196,5 +201,5 @@ async def _read(session: Session, messages: AsyncIterator[pb.RouterMessage]) -> 
 
 
 async def _write(session: Session, context: WriteContext) -> None:
-    while True:
-        await context.write(await session.next_message())
+    while (message := await session.next_message()) is not None:
+        await context.write(message)

@@ -38,8 +38,7 @@ class Session:
         self._past: OrderedDict[Key, bool] = OrderedDict()  # True: cancelled before it came
         self._report = pb.StepReport()
         self._something = asyncio.Event()
-        self._load_wanted = False
-        self._closed = False
+        self._ending = False
 
     # In ----------------------------------------------------------------------------------------------------------------
 
@@ -83,7 +82,6 @@ class Session:
 
     def close(self) -> None:
         """The router is gone: give up its requests."""
-        self._closed = True
         for job in list(self._running.values()):
             job.abandon(CancelledError("the router's session ended"))
 
@@ -116,18 +114,25 @@ class Session:
 
     def want_load(self) -> None:
         """Send the load even if there is nothing else to say."""
-        self._load_wanted = True
         self._something.set()
 
-    async def next_message(self) -> pb.WorkerMessage:
-        """Everything said since the last one, as soon as there is something."""
+    def end(self) -> None:
+        """Let the stream end once everything has been said."""
+        self._ending = True
+        self._something.set()
+
+    async def next_message(self) -> pb.WorkerMessage | None:
+        """Everything said since the last one, as soon as there is something; None after the last one."""
         await self._something.wait()
         self._something.clear()
         report, self._report = self._report, pb.StepReport()
-        self._load_wanted = False
         if report.handle or report.finished or report.failed:
             report.load.CopyFrom(self._load())
+            if self._ending:
+                self._something.set()
             return pb.WorkerMessage(step=report)
+        if self._ending:
+            return None
         return pb.WorkerMessage(load=self._load())
 
     def _remember(self, key: Key, *, cancelled: bool) -> None:

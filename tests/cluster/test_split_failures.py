@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import grpc.aio
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
-from slipstream.rpc.channel import connect
 from slipstream.types import FinishReason
 from slipstream.v1 import worker_pb2 as pb
-from tests.support.cluster import Cluster, Running
+from tests.support.cluster import Cluster
 from tests.support.worker_client import Answer, Pair, Prompt, Worker, pair
 
 LEASE_SECONDS = 2.0
@@ -38,7 +36,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-async def both(cluster: Cluster) -> Iterator[Pair]:  # type: ignore[misc]
+async def both(cluster: Cluster) -> AsyncIterator[Pair]:
     async with pair(cluster.processes["prefill-0"].address, cluster.processes["decode-0"].address) as both:
         yield both
         await both.until_empty()
@@ -242,123 +240,6 @@ async def test_a_wrong_epoch_or_address_is_told_quickly(both: Pair) -> None:
             to_decode.prefill_addresses[:] = ["127.0.0.1:1"]
         leg = await both.decode.submit(to_decode)
         assert (await leg.failed(8)).code == pb.ERROR_CODE_UNAVAILABLE
-
-
-# Busy -----------------------------------------------------------------------------------------------------------------
-
-
-async def test_busy_keeps_the_work_and_everybody_finishes_right(cluster: Cluster, both: Pair) -> None:
-    (small,) = cluster.start_workers("decode", overrides=["engine.kv_cache_tokens=256", "engine.max_running=3",
-                                                          "engine.prefill_chunk_tokens=4"])
-    prompts = [Prompt(tokens=range(30 + i, 50 + i + 7 * (i % 5)), max_tokens=16 + 9 * (i % 4), ignore_eos=True)
-               for i in range(10)]
-    prompts[3] = Prompt(tokens=range(30, 180), max_tokens=100, ignore_eos=True)  # needs all of the small replica's memory
-    right = [(await both.ask(prompt)).tokens for prompt in prompts]
-    async with pair(both.prefill.address, small.address) as narrow:
-        answers = await asyncio.gather(*(narrow.ask(prompt) for prompt in prompts))
-        assert [answer.tokens for answer in answers] == right
-        assert sum(answer.busy for answer in answers) > 0, "it was never busy: the test shows nothing"
-        await narrow.until_empty()
-
-
-async def test_a_request_that_never_fits_is_refused_for_good(cluster: Cluster, both: Pair) -> None:
-    small = cluster.processes["decode-1"]
-    async with pair(both.prefill.address, small.address) as narrow:
-        to_prefill, to_decode = await narrow.submits(Prompt(tokens=range(30, 60), max_tokens=1000))
-        one, other = await narrow.prefill.submit(to_prefill), await narrow.decode.submit(to_decode)
-        failed = await other.failed(5)
-        assert failed.code == pb.ERROR_CODE_INVALID
-        assert "max_tokens" in failed.message
-        await narrow.prefill.cancel(to_prefill.handle)
-        await one.failed(5)
-
-
-async def test_other_block_sizes_never_pair(cluster: Cluster, both: Pair) -> None:
-    (other,) = cluster.start_workers("decode", overrides=["engine.block_size=8"])
-    async with pair(both.prefill.address, other.address) as odd:
-        assert odd.decode.info.compatibility_hash != odd.prefill.info.compatibility_hash
-        to_prefill, to_decode = await odd.submits(SHORT)
-        one, leg = await odd.prefill.submit(to_prefill), await odd.decode.submit(to_decode)
-        failed = await leg.failed(5)
-        assert failed.code == pb.ERROR_CODE_INCOMPATIBLE
-        assert "block_size: ours 8, theirs 16" in failed.message
-        await odd.prefill.cancel(to_prefill.handle)
-        await one.failed(5)
-
-
-# Killed processes -----------------------------------------------------------------------------------------------------
-
-
-async def test_a_killed_decode_replica(cluster: Cluster, both: Pair) -> None:
-    (victim,) = cluster.start_workers("decode")
-    right = await both.ask(SLOW)
-    async with pair(both.prefill.address, victim.address) as doomed:
-        kept, _ = await start(doomed, SLOW)
-        lost, _ = await start(doomed, SHORT)
-        kept_leg = doomed.prefill._legs[kept.handle, 0]
-        lost_leg = doomed.prefill._legs[lost.handle, 0]
-        cluster.kill(victim)
-        began = time.monotonic()
-        assert doomed.decode._reader is not None
-        with pytest.raises(grpc.aio.AioRpcError):
-            await asyncio.wait_for(doomed.decode._reader, 5)
-        # The work is kept: another replica takes the same transfer up.
-        again = pb.Submit(prefill_addresses=doomed.prefill.info.cache_store_addresses, prefill_epoch=1)
-        again.MergeFrom(kept)
-        again.attempt = 1
-        leg = await both.decode.submit(again)
-        await leg.finished(30)
-        assert kept_leg.tokens | leg.tokens == dict(enumerate(right.tokens))
-        assert (await kept_leg.finished(5)).handed_off
-        if not isinstance(lost_leg.ends[0] if lost_leg.ends else None, pb.Finished):
-            assert (await lost_leg.failed(LEASE_SECONDS + 5)).code == pb.ERROR_CODE_LEASE_EXPIRED
-        assert time.monotonic() - began < 30
-
-
-async def test_a_killed_prefill_replica(cluster: Cluster, both: Pair, answers: dict[str, list[int]]) -> None:
-    (victim,) = cluster.start_workers("prefill", overrides=["engine.prefill_chunk_tokens=4"])
-    async with pair(victim.address, both.decode.address) as doomed:
-        to_prefill, _ = await start(doomed, SLOW)
-        leg = doomed.decode._legs[to_prefill.handle, 0]
-        cluster.kill(victim)
-        assert (await leg.failed(3)).code == pb.ERROR_CODE_UNAVAILABLE
-        await doomed.decode.until_empty(5)
-    assert (await both.ask(SHORT)).tokens == answers["short"]
-
-
-# Drain ----------------------------------------------------------------------------------------------------------------
-
-
-async def health(address: str) -> int:
-    async with connect(address) as channel:
-        reply = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
-        return int(reply.status)
-
-
-async def test_drain_lets_requests_end_and_takes_no_new_ones(cluster: Cluster, both: Pair) -> None:
-    leaving: Running = cluster.start_workers("decode")[0]
-    serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-    assert await health(leaving.address) == serving
-    async with pair(both.prefill.address, leaving.address) as last:
-        to_prefill, to_decode = await last.submits(Prompt(tokens=range(40, 60), max_tokens=150, ignore_eos=True))
-        await last.prefill.submit(to_prefill)
-        leg = await last.decode.submit(to_decode)
-        await leg.token(1)
-        drained = asyncio.create_task(_drain(last.decode))
-        await last.decode.until(lambda: last.decode.load.draining)
-        assert await health(leaving.address) == not_serving
-        _, refused = await last.submits(SHORT)
-        failed = await (await last.decode.submit(refused)).failed(5)
-        assert failed.code == pb.ERROR_CODE_UNAVAILABLE
-        assert failed.retry_after_ms > 0
-        assert (await leg.finished(30)).reason == pb.FINISH_REASON_LENGTH
-        assert (await drained).unfinished == 0
-    assert await asyncio.to_thread(cluster.stop, leaving) == 0
-
-
-async def _drain(worker: Worker) -> pb.DrainReply:
-    reply: pb.DrainReply = await worker.stub.Drain(pb.DrainRequest(timeout_ms=30_000))
-    return reply
 
 
 # The end --------------------------------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ class Worker:
         self.reports: list[pb.StepReport] = []
         self.load = pb.Load()
         self._loads = asyncio.Condition()
-        self._loads_seen = 0
+        self._beats = 0  # loads that came by themselves
         self.call: Any = None
         self._turn = asyncio.Lock()  # a stream takes one write at a time
         self._reader: asyncio.Task[None] | None = None
@@ -97,7 +97,7 @@ class Worker:
         self.info = await self.stub.GetInfo(pb.GetInfoRequest(), timeout=20, wait_for_ready=True)
         self.call = self.stub.Session()
         self._reader = asyncio.create_task(self._read())
-        await self.until(lambda: self._loads_seen > 0)
+        await self.until(lambda: self._beats > 0)
 
     async def close(self) -> None:
         """Drop the Session and the connection."""
@@ -133,14 +133,18 @@ class Worker:
         await self._write(pb.RouterMessage(cancel=pb.Cancel(handle=handle, attempt=attempt)))
         return leg
 
+    def leg(self, handle: int, attempt: int = 0) -> Leg:
+        """One that was submitted."""
+        return self._legs[handle, attempt]
+
     async def until_empty(self, seconds: float = 10) -> None:
-        """Wait until every block and slot of the worker is free."""
-        info = self.info
+        """Wait until the worker says, from now on and not in passing, that every block and slot is free."""
+        info, before = self.info, self._beats
 
         def empty() -> bool:
             load = self.load
-            return (load.free_blocks, load.free_state_slots, load.running, load.waiting, load.parked) == (
-                info.total_blocks, info.total_state_slots, 0, 0, 0)
+            owned = (info.total_blocks - load.free_blocks, info.total_state_slots - load.free_state_slots)
+            return self._beats > before and (*owned, load.running, load.waiting, load.parked) == (0, 0, 0, 0, 0)
 
         await self.until(empty, seconds)
 
@@ -158,12 +162,12 @@ class Worker:
 
     async def _read(self) -> None:
         async for message in self.call:
-            if message.WhichOneof("message") == "step":
+            is_step = message.WhichOneof("message") == "step"
+            if is_step:
                 self._take(message.step)
-            load = message.step.load if message.WhichOneof("message") == "step" else message.load
             async with self._loads:
-                self.load = load
-                self._loads_seen += 1
+                self.load = message.step.load if is_step else message.load
+                self._beats += not is_step
                 self._loads.notify_all()
 
     def _take(self, report: pb.StepReport) -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from slipstream.engine.sequence import Timing
 from slipstream.errors import InternalError, InvalidRequestError, SlipstreamError
-from slipstream.types import FinishReason, MropeState, RequestId, Role, TokenEvent
+from slipstream.types import EngineLoad, FinishReason, MropeState, RequestId, Role, TokenEvent
 from slipstream.v1 import worker_pb2 as pb
 from worker.jobs import Job, Jobs
+from worker.replica import Replica
+from worker.service import Identity, WorkerService
 from worker.session import REMEMBERED, Session
 
 
@@ -64,6 +68,12 @@ def cancel(handle: int, attempt: int = 0) -> pb.RouterMessage:
     return pb.RouterMessage(cancel=pb.Cancel(handle=handle, attempt=attempt))
 
 
+async def next_of(session: Session) -> pb.WorkerMessage:
+    message = await asyncio.wait_for(session.next_message(), 5)
+    assert message is not None
+    return message
+
+
 class Rig:
     def __init__(self) -> None:
         self.role = ScriptedRole()
@@ -71,7 +81,7 @@ class Rig:
         self.session = Session(Role.PREFILL, self.jobs, lambda: pb.Load(free_blocks=7))
 
     async def report(self) -> pb.StepReport:
-        message = await asyncio.wait_for(self.session.next_message(), 5)
+        message = await next_of(self.session)
         assert message.WhichOneof("message") == "step"
         return message.step
 
@@ -104,7 +114,7 @@ async def test_a_job_ends_once(rig: Rig) -> None:
     await rig.all_gone()
     rig.session.receive(cancel(1))  # too late: it has had its end
     rig.session.want_load()
-    assert (await rig.session.next_message()).WhichOneof("message") == "load"
+    assert (await next_of(rig.session)).WhichOneof("message") == "load"
     assert rig.role.cleaned == [("r1", None)]
 
 
@@ -178,10 +188,10 @@ async def test_a_request_id_and_attempt_runs_once_over_all_sessions(rig: Rig) ->
     other = Session(Role.PREFILL, rig.jobs, pb.Load)
     rig.session.receive(submit(1, "same"))
     other.receive(submit(9, "same"))
-    assert "runs here already" in (await other.next_message()).step.failed[0].message
+    assert "runs here already" in (await next_of(other)).step.failed[0].message
     other.receive(submit(9, "same", attempt=1))
     rig.role.go.set()
-    assert (await other.next_message()).step.finished[0].handle == 9
+    assert (await next_of(other)).step.finished[0].handle == 9
 
 
 async def test_the_deadline_is_the_workers_business(rig: Rig) -> None:
@@ -202,10 +212,10 @@ async def test_a_malformed_submit_fails_itself(rig: Rig, content_hash: bytes, he
 async def test_decode_needs_an_address_and_takes_no_pictures(rig: Rig) -> None:
     session = Session(Role.DECODE, rig.jobs, pb.Load)
     session.receive(submit(1))
-    assert "prefill_addresses" in (await session.next_message()).step.failed[0].message
+    assert "prefill_addresses" in (await next_of(session)).step.failed[0].message
     image = pb.Image(content_hash=bytes(16), grid_t=1, grid_h=2, grid_w=2)
     session.receive(submit(2, prefill_addresses=["a:1"], images=[image]))
-    assert "no images" in (await session.next_message()).step.failed[0].message
+    assert "no images" in (await next_of(session)).step.failed[0].message
 
 
 def event(name: str, index: int, token: int = 5, finish: FinishReason | None = None
@@ -266,7 +276,16 @@ async def test_a_closed_session_gives_up_its_requests_only(rig: Rig) -> None:
     await asyncio.wait_for(rig.role.cleaned_one.wait(), 5)
     assert [name for name, _ in rig.role.cleaned] == ["r1"]
     rig.role.go.set()
-    assert (await other.next_message()).step.finished[0].handle == 1
+    assert (await next_of(other)).step.finished[0].handle == 1
+
+
+async def test_an_ending_session_says_everything_first(rig: Rig) -> None:
+    rig.role.go.set()
+    rig.session.receive(submit(1))
+    await rig.all_gone()
+    rig.session.end()
+    assert (await rig.report()).finished[0].handle == 1
+    assert await asyncio.wait_for(rig.session.next_message(), 5) is None
 
 
 async def test_drain_refuses_new_requests_and_waits_for_the_old(rig: Rig) -> None:
@@ -286,3 +305,16 @@ async def test_drain_cuts_off_what_takes_too_long(rig: Rig) -> None:
     assert await rig.jobs.drain(0.01) == 1
     assert (await rig.failure()).code == pb.ERROR_CODE_UNAVAILABLE
     assert len(rig.jobs) == 0
+
+
+async def test_a_dead_engine_ends_everything(rig: Rig) -> None:
+    load = EngineLoad(waiting=0, running=0, parked=0, free_blocks=1, total_blocks=1, free_state_slots=0, total_state_slots=0)
+    replica = cast(Replica, SimpleNamespace(capacity=load))
+    service = WorkerService(Identity(replica_id="x", epoch=1, role=Role.PREFILL), replica, rig.role)
+    session = Session(Role.PREFILL, service._jobs, pb.Load)
+    session.receive(submit(1))
+    service._on_death(MemoryError())
+    assert (await next_of(session)).step.failed[0].code == pb.ERROR_CODE_INTERNAL
+    assert service.dead.is_set()
+    session.receive(submit(2))
+    assert (await next_of(session)).step.failed[0].code == pb.ERROR_CODE_UNAVAILABLE
