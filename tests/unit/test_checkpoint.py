@@ -1,0 +1,109 @@
+"""What config.json and its neighbours say: both spellings, what Qwen3.5 leaves out, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream import checkpoint as checkpoints
+from slipstream.checkpoint import Checkpoint
+from slipstream.errors import CheckpointError
+from slipstream.types import AttentionLayer, LinearLayer
+
+DEMO: dict[str, Any] = json.loads((checkpoints.DEMO / "config.json").read_text())
+PROCESSOR: dict[str, Any] = json.loads((checkpoints.DEMO / "preprocessor_config.json").read_text())
+
+
+def read(folder: Path, config: dict[str, Any], **files: dict[str, Any]) -> Checkpoint:
+    for name, content in {"config": config, **files}.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return checkpoints.read(folder)
+
+
+def demo(text: dict[str, Any] | None = None, vision: dict[str, Any] | None = None, **top: Any) -> dict[str, Any]:
+    """The demo's config with changes; None removes a key."""
+    config = copy.deepcopy(DEMO)
+    for section, changes in ((config, top), (config["text_config"], text or {}), (config["vision_config"], vision or {})):
+        section.update(changes)
+        for key in [key for key, value in section.items() if value is None and key in changes]:
+            del section[key]
+    return config
+
+
+def test_the_demo_is_read_whole() -> None:
+    found = checkpoints.read(checkpoints.DEMO)
+    assert [type(layer) for layer in found.layers] == ([LinearLayer] * 3 + [AttentionLayer]) * 2
+    assert (found.rope.rotary_size, found.rope.mrope_section, found.rope.mrope_interleaved) == (32, (6, 5, 5), True)
+    assert found.tie_embeddings
+    assert found.eos_token_ids == {1913, 1911}, "generation_config.json knows more of them than config.json"
+    assert found.default_temperature == 0.0
+    assert found.image is not None
+    assert (found.image.factor, found.image.min_pixels, found.image.max_pixels) == (32, 1024, 1 << 20)
+
+
+def test_the_old_spelling_says_the_same(tmp_path: Path) -> None:
+    """Top-level rope_theta and rope_scaling with `type`, torch_dtype, processor_config.json."""
+    rope = DEMO["text_config"]["rope_parameters"]
+    old = demo(text={"rope_parameters": None, "rope_theta": rope["rope_theta"], "dtype": None,
+                     "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"], "mrope_interleaved": True}},
+               dtype=None, torch_dtype="bfloat16")
+    found = read(tmp_path, old, processor_config={"image_processor": PROCESSOR})
+    expected = checkpoints.read(checkpoints.DEMO)
+    assert (found.rope, found.dtype, found.image) == (expected.rope, expected.dtype, expected.image)
+
+
+def test_what_qwen3_5_leaves_out(tmp_path: Path) -> None:
+    """Every fourth layer attends, a quarter of a head turns, axes are interleaved."""
+    found = read(tmp_path, demo(text={"layer_types": None, "full_attention_interval": None, "partial_rotary_factor": None,
+                                      "rope_parameters": {"rope_theta": 1e4, "mrope_section": [3, 3, 2]}}))
+    assert [type(layer) for layer in found.layers] == ([LinearLayer] * 3 + [AttentionLayer]) * 2
+    assert (found.rope.rotary_size, found.rope.mrope_interleaved) == (16, True)
+
+
+def test_an_interval_of_two_and_its_own_list_wins(tmp_path: Path) -> None:
+    two = read(tmp_path, demo(text={"layer_types": None, "full_attention_interval": 2}))
+    assert [type(layer) for layer in two.layers] == [LinearLayer, AttentionLayer] * 4
+    listed = read(tmp_path, demo(text={"full_attention_interval": 2}))
+    assert [type(layer) for layer in listed.layers] == ([LinearLayer] * 3 + [AttentionLayer]) * 2
+
+
+def test_the_tie_is_said_at_the_top_or_in_the_text(tmp_path: Path) -> None:
+    assert read(tmp_path, demo(tie_word_embeddings=None)).tie_embeddings
+    assert not read(tmp_path, demo(tie_word_embeddings=False)).tie_embeddings
+    assert not read(tmp_path, demo(tie_word_embeddings=None, text={"tie_word_embeddings": None})).tie_embeddings
+
+
+@pytest.mark.parametrize(("text", "vision", "top", "words"), [
+    ({}, {}, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config is not supported"),
+    ({"quantization_config": {"quant_method": "fp8"}}, {}, {}, "quantization_config is not supported"),
+    ({"hidden_act": "relu"}, {}, {}, "hidden_act 'relu' is not supported; known: silu"),
+    ({"attn_output_gate": False}, {}, {}, "attn_output_gate false"),
+    ({"use_sliding_window": True}, {}, {}, "use_sliding_window"),
+    ({"hidden_size": None}, {}, {}, "`hidden_size` is missing"),
+    ({"linear_conv_kernel_dim": None}, {}, {}, "`linear_conv_kernel_dim` is missing"),
+    ({}, {"depth": None}, {}, "`depth` is missing"),
+    ({}, {"deepstack_visual_indexes": [1, 2]}, {}, "deepstack_visual_indexes is not supported"),
+    ({}, {"num_position_embeddings": 145}, {}, "145 is not a square"),
+    ({"rope_parameters": {"mrope_section": [6, 5], "partial_rotary_factor": 0.5}}, {}, {}, "three numbers .* add up to 16"),
+    ({"rope_parameters": {"mrope_section": [6, 5, 6], "partial_rotary_factor": 0.5}}, {}, {}, "three numbers .* add up to 16"),
+])
+def test_what_would_compute_something_else_is_refused(tmp_path: Path, text: dict[str, Any], vision: dict[str, Any],
+                                                      top: dict[str, Any], words: str) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        read(tmp_path, demo(text, vision, **top))
+
+
+def test_a_processor_that_disagrees_with_the_tower_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"the image processor's patch_size is 14, the vision tower's 16"):
+        read(tmp_path, demo(), preprocessor_config={**PROCESSOR, "patch_size": 14})
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '"text"'])
+def test_a_config_that_is_no_object_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        checkpoints.read(tmp_path)
