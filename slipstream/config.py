@@ -287,6 +287,7 @@ def _check(config: Config) -> None:
         raise ConfigError(f"transfer.parked_fraction must be in (0, 1], not {config.transfer.parked_fraction}",
                           field="transfer.parked_fraction")
     if "://" in config.ray.address:
-        raise ConfigError(f"ray.address must be host:port of the cluster's head, not {config.ray.address!r}", field="ray.address")
+        raise ConfigError(f"ray.address must be host:port of the cluster's head, not {config.ray.address!r}",
+                          field="ray.address")
     if not 0 <= config.router.port < 65536:
         raise ConfigError(f"router.port must be 0 to 65535, not {config.router.port}", field="router.port")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
+import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -62,6 +64,36 @@ def test_pins_lie_in_the_ranges_and_leave_torch_alone() -> None:
     for requirement in map(Requirement, wanted):
         if requirement.name not in {"torch", "slipstream"}:
             assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), requirement
+
+
+def test_what_is_imported_is_declared() -> None:
+    """A module that is installed by chance, or by a tool of development, is missing on somebody else's machine."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    extras = PROJECT["project"]["optional-dependencies"]
+    declared = {canonicalize_name(Requirement(one).name)
+                for one in [*PROJECT["project"]["dependencies"], *extras["worker"], *extras["ray"]]}
+    owners = metadata.packages_distributions()
+    missing = set()
+    for path in tracked():
+        if path.suffix != ".py" or path.relative_to(ROOT).parts[0] not in PACKAGES:
+            continue
+        for name in imported(path) - set(PACKAGES) - sys.stdlib_module_names:
+            if not declared & {canonicalize_name(owner) for owner in owners.get(name, [])}:
+                missing.add(f"{path.relative_to(ROOT)}: {name}")
+    assert missing == set()
+
+
+def imported(path: Path) -> set[str]:
+    """Top-level names that a module imports, anywhere in it."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.split(".")[0])
+    return names
 
 
 def test_every_tracked_script_is_executable() -> None:
