@@ -1,0 +1,287 @@
+"""What a real router refuses in a body: the field at fault is named, and no worker hears of it."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from router.fakes import Plan
+from slipstream import checkpoint
+from slipstream.checkpoint import DEMO
+from tests.support.scripted_router import MODEL, SECRET, Front, front, no_worker_hears, refused
+
+CHECKPOINT = checkpoint.read(DEMO)
+CONTEXT = CHECKPOINT.max_context
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MESSAGES = [{"role": "user", "content": SECRET}]
+
+
+@pytest.fixture(scope="module")
+def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
+    with front(tmp_path_factory.mktemp("router"), "router.max_body_bytes=2000000", "router.max_images=3") as one:
+        yield one
+        complaints = [line for line in one.log() if line["level"] in ("error", "critical")]
+        assert not complaints
+
+
+@pytest.fixture(autouse=True)
+def untouched(router: Front) -> Iterator[None]:
+    with no_worker_hears(router):
+        yield
+
+
+NO_NUMBERS: tuple[Any, ...] = (math.nan, math.inf, -math.inf, True, "1", [], 5)
+NO_COUNTS: tuple[Any, ...] = (0, -1, 1.5, 2.0, True, "5", [], 1 << 70, math.nan)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[(name, value) for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty") for value in NO_NUMBERS],
+        ("temperature", -0.1),
+        ("top_p", 0),
+        ("top_p", -1),
+        ("top_p", 1.01),
+        *[(name, value) for name in ("max_tokens", "max_completion_tokens") for value in NO_COUNTS],
+        ("seed", 1.5),
+        ("seed", True),
+        ("seed", "x"),
+        ("seed", 1 << 70),
+        ("n", 2),
+        ("n", 0),
+        ("n", 100000),
+        ("n", "1"),
+        ("n", True),
+        ("stream", 1),
+        ("stream", "true"),
+        ("stream_options", 5),
+        ("stream_options", {"include_usage": 1}),
+        ("logprobs", True),
+        ("top_logprobs", 5),
+        ("top_logprobs", 16384),
+        ("logit_bias", {"999999999": 5}),
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("tool_choice", "required"),
+        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "json_schema", "schema": {}}),
+        ("response_format", "x"),
+        ("stop", 5),
+        ("stop", [""]),
+        ("stop", ["a"] * 5),
+        ("stop", ["a"] * 500),
+        ("stop", [1]),
+        ("stop", ""),
+        ("stop", {"a": 1}),
+        ("top_k", 0.01),
+        ("top_k", 5),
+        ("min_p", 0.5),
+        ("repetition_penalty", 1.5),
+        ("min_tokens", 3),
+        ("chat_template", "{{ 1 }}"),
+        ("best_of", 2),
+        ("echo", True),
+        ("prompt_embeds", "AAAA"),
+        ("unheard_of", 1),
+        ("audio", {"voice": "x"}),
+        ("modalities", ["text", "audio"]),
+        ("functions", [{"name": "f"}]),
+        ("prediction", {"type": "content", "content": "x"}),
+        ("reasoning_effort", "high"),
+        ("guided_json", {}),
+        ("stop_token_ids", "x"),
+        ("stop_token_ids", [-1]),
+        ("ignore_eos", "x"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_fields(router: Front, field: str, value: Any, stream: bool) -> None:
+    body = {"model": MODEL, "messages": MESSAGES, "stream": stream, field: value}
+    if field == "stream_options":
+        body["stream"] = True
+    error = refused(router.post(CHAT, body))
+    assert error["param"] is not None
+    assert error["param"].split(".")[0] == field
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("n", 1),
+        ("logprobs", False),
+        ("presence_penalty", 0),
+        ("frequency_penalty", 0.0),
+        ("user", "me"),
+        ("metadata", {"a": "b"}),
+        ("store", True),
+        ("logit_bias", {}),
+        ("response_format", {"type": "text"}),
+        ("tools", []),
+        ("tool_choice", "none"),
+        ("stop", None),
+        ("temperature", None),
+        ("max_tokens", None),
+        ("temperature", 1e-9),
+        ("temperature", 2),
+        ("top_p", 1),
+        ("seed", -3),
+        ("seed", 0),
+        ("stop", []),
+        ("stream_options", None),
+        ("service_tier", "auto"),
+        ("parallel_tool_calls", False),
+        ("modalities", ["text"]),
+    ],
+)
+def test_fields_that_change_nothing(router: Front, field: str, value: Any) -> None:
+    for worker in router.workers.values():
+        worker.submits.pop()  # the fixture looks for refusals only
+    router.stage.next(Plan(tokens=(100, 1913)))
+    reply = router.post(CHAT, {"model": MODEL, "messages": MESSAGES, field: value})
+    assert reply.status_code == 200, reply.text
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        None,
+        "x",
+        {},
+        [5],
+        [[]],
+        [{}],
+        [{"role": "user"}],
+        [{"role": "user", "content": None}],
+        [{"role": "user", "content": []}],
+        [{"role": "user", "content": 5}],
+        [{"role": "wizard", "content": "x"}],
+        [{"role": 5, "content": "x"}],
+        [{"role": ["user"], "content": "x"}],
+        [{"content": "x"}],
+        [{"role": "user", "content": [{"type": "text"}]}],
+        [{"role": "user", "content": [{"type": "text", "text": 5}]}],
+        [{"role": "user", "content": ["x"]}],
+        [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}],
+        [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}]}],
+        [{"role": "user", "content": [{"type": "image_url"}]}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": 5}}]}],
+        [{"role": "user", "content": [{"image_url": "x"}]}],
+        [
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}],
+            }
+        ],
+        [{"role": "tool", "content": "x", "tool_call_id": "1"}],
+        [{"role": "user", "content": 5}] * 10000,
+    ],
+)
+def test_messages(router: Front, messages: Any) -> None:
+    assert refused(router.post(CHAT, {"model": MODEL, "messages": messages}))["param"].startswith("messages")
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "",
+        [""],
+        [],
+        [[]],
+        None,
+        5,
+        {},
+        [-1],
+        [5, -2],
+        [1 << 40],
+        [1 << 80],
+        [1.0],
+        [True],
+        ["a", "b"],
+        [[1], [2]],
+        [None],
+        ["a", 1],
+        [[["a"]]],
+        [CHECKPOINT.vocab_size],
+    ],
+)
+def test_prompts(router: Front, prompt: Any) -> None:
+    refused(router.post(COMPLETIONS, {"model": MODEL, "prompt": prompt}), param="prompt")
+
+
+def test_ids_with_unmatched_placeholders(router: Front) -> None:
+    for token in (CHECKPOINT.image_token_id, CHECKPOINT.video_token_id):
+        refused(router.post(COMPLETIONS, {"model": MODEL, "prompt": [100, token, 101]}), param="prompt")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://127.0.0.1:1/a.png",
+        "https://169.254.169.254/x",
+        "http://[::1]/",
+        "http://2130706433/",
+        "file:///etc/passwd",
+        "data:image/png;base64,",
+        "data:image/png;base64,AAAA",
+        "data:image/svg+xml;base64,PHN2Zy8+",
+        "ftp://x/",
+        "x",
+    ],
+)
+def test_picture_urls(router: Front, url: str) -> None:
+    content = [{"type": "text", "text": "SECRETWORD"}, {"type": "image_url", "image_url": {"url": url}}]
+    error = refused(router.chat(content))
+    assert error["param"].startswith("messages[0].content[1]")
+
+
+@pytest.mark.parametrize(("height", "width"), [(2, 2), (1, 100), (1, 10000), (4, 900)])
+def test_pictures_of_no_use(router: Front, height: int, width: int) -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (width, height)).save(file, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    for stream in (False, True):
+        reply = router.chat([{"type": "image_url", "image_url": {"url": url}}], stream=stream)
+        assert f"{width}x{height}" in refused(reply)["message"]
+
+
+def test_too_many_pictures(router: Front) -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (32, 32)).save(file, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    assert "3" in refused(router.chat([{"type": "image_url", "image_url": {"url": url}}] * 4))["message"]
+
+
+# Context ---------------------------------------------------------------------------------------------------------------
+
+
+def test_context_overflow_names_three_numbers(router: Front) -> None:
+    ids = [100] * 14
+    message = refused(router.post(COMPLETIONS, {"model": MODEL, "prompt": ids, "max_tokens": 50000}), param="max_tokens")[
+        "message"
+    ]
+    assert all(str(number) in message for number in (14, 50000, CONTEXT))
+    error = refused(router.post(COMPLETIONS, {"model": MODEL, "prompt": [100] * CONTEXT}))
+    assert error["code"] == "context_length_exceeded"
+    assert error["param"] == "prompt"
+    assert str(CONTEXT) in error["message"]
+
+
+def test_context_counts_pictures(router: Front) -> None:
+    side = int(math.sqrt(CHECKPOINT.image.max_pixels)) // 32 * 32  # type: ignore[union-attr]
+    file = io.BytesIO()
+    Image.new("RGB", (side, side)).save(file, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    tokens = (side // 32) ** 2 * 3
+    reply = router.chat([{"type": "image_url", "image_url": {"url": url}}] * 3, max_tokens=CONTEXT - 100)
+    message = refused(reply)["message"]
+    assert any(int(word) > tokens for word in message.replace(",", " ").split() if word.isdigit())
+    assert str(CONTEXT) in message
