@@ -5,7 +5,6 @@ export TORCH TORCH_INDEX_URL
 
 BIN := .venv/bin
 STAMP := .venv/.slipstream-setup
-CODE := slipstream cache_transfer prefill decode worker router launch tests
 
 # Math libraries that spin while they wait starve the other processes of a small machine.
 export OMP_NUM_THREADS ?= 1
