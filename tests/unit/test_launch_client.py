@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import http.server
+import io
 import json
 import socket
 import threading
@@ -12,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from launch import client
-from launch.demo import measures, questions
+from launch.demo import Demo, measures, questions
 from slipstream.errors import InvalidRequestError, LaunchError, SlipstreamError, UnavailableError
 
 FIRST = {"choices": [{"delta": {"role": "assistant", "content": "Hel"}, "finish_reason": None}]}
@@ -137,3 +140,19 @@ def test_the_demo_asks_of_a_picture_of_a_list_and_for_numbers() -> None:
     assert f"={facts.answer}," in facts.text
     first, last = (int(word.strip(".")) for word in numbers.text.split() if word.strip(".").isdigit())
     assert numbers.answer == ", ".join(map(str, range(first, last + 1))) + "."
+
+
+async def test_the_demo_fails_when_an_answer_is_wrong(router: Router) -> None:
+    console = Console(file=io.StringIO(), width=200)
+    assert await Demo(console).run((router.url,), asyncio.Event()) == 1
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    assert printed.count("answered  Hello\n") == 3
+    assert "wrong     the right answer is paint" in printed
+    assert "0 of 3 answers are right" in printed
+
+
+async def test_the_demo_fails_when_a_request_is_refused(router: Router) -> None:
+    router.status = 429
+    console = Console(file=io.StringIO(), width=200)
+    assert await Demo(console).run((router.url,), asyncio.Event()) == 1
+    assert "failed    HTTP 429" in console.file.getvalue()  # type: ignore[attr-defined]
