@@ -35,6 +35,7 @@ from slipstream.v1 import cache_store_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
+_LOST = "the destination was lost"
 _LAST_WORD_SECONDS = 1.0
 """How long a stream may take to tell its destination that the transfer has failed."""
 
@@ -163,7 +164,7 @@ class SourceTransfer:
         assert task is not None
         self._holder = task
         self._lease.cancel()
-        reason = "the destination was lost"
+        reason = _LOST
         try:
             async with asyncio.timeout(opened.remaining_ms / 1000):
                 await self._converse(read, write)
@@ -322,7 +323,7 @@ def _word(reader: Reader) -> pb.Control:
     """What a reader that is done has read. Raises _LeftError, or what the destination failed of."""
     answer = reader.result()
     if answer is None:
-        raise _LeftError("the destination left")
+        raise _LeftError(_LOST)
     if answer.WhichOneof("message") == "failed":
         raise by_code(answer.failed.code, answer.failed.message)
     return answer
