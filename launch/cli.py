@@ -19,6 +19,7 @@ app = typer.Typer(name="slipstream", help="Serve Qwen models with prefill and de
 
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="TOML configuration file; docs/config.md lists every key.")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="a.b=c", help="Override one value; may be repeated.")]
+Model = Annotated[str | None, typer.Option("--model", help="A checkpoint folder, or a hub id in the local hub cache.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print what the router says, as JSON.")]
 Url = Annotated[str, typer.Option("--url", help="Where a router listens.")]
 
@@ -53,7 +54,7 @@ def demo(config: ConfigFile = None, set_: Overrides = None) -> None:
 
 
 @app.command("serve")
-def serve_(config: ConfigFile = None, set_: Overrides = None) -> None:
+def serve_(config: ConfigFile = None, model: Model = None, set_: Overrides = None) -> None:
     """Keep a deployment up until Ctrl-C.
 
     The first Ctrl-C or SIGTERM drains, the second one stops at once.
@@ -62,7 +63,8 @@ def serve_(config: ConfigFile = None, set_: Overrides = None) -> None:
 
     from launch import serve
 
-    settings = _config(config, set_ or [])
+    named = [f"model.path={model}"] if model is not None else []
+    settings = _config(config, [*named, *(set_ or [])])
     raise typer.Exit(_with_ray(lambda: serve.run(settings, Console(), serve.until_stopped)))
 
 
@@ -103,9 +105,12 @@ def chat(
 
 
 def _config(path: Path | None, overrides: list[str]) -> Config:
-    from slipstream import config
+    from slipstream import checkpoint, config
 
-    return config.load(path, overrides)
+    settings = config.load(path, overrides)
+    if not settings.ray.address:  # everything runs on this machine: a wrong model is found before anything starts
+        checkpoint.read(checkpoint.resolve(settings.model.path, config.hub_cache()))
+    return settings
 
 
 def _with_ray(run: Callable[[], int]) -> int:

@@ -24,7 +24,7 @@ from router.prompt import Prompt, PromptBuilder
 from router.stream import TextStream
 from router.workers import WorkerLink, Workers
 from slipstream import checkpoint as checkpoints
-from slipstream.config import Config
+from slipstream.config import Config, hub_cache
 from slipstream.errors import ModelNotFoundError, UnavailableError
 from slipstream.observability.metrics import RouterMetrics
 from slipstream.rpc import convert
@@ -56,7 +56,7 @@ class RouterService:
     def __init__(self, config: Config) -> None:
         """Raises ConfigError and CheckpointError."""
         self.config = config
-        self.checkpoint = checkpoints.read(checkpoints.resolve(config.model.path))
+        self.checkpoint = checkpoints.read(checkpoints.resolve(config.model.path, hub_cache()))
         self.model_name = config.model.name
         limit = self.checkpoint.max_context
         self._own_context = min(config.engine.max_context or limit, limit)

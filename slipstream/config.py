@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 import re
 import tomllib
 import types
@@ -22,7 +23,8 @@ class ModelConfig:
     """[model]: which checkpoint is served, and as what."""
 
     path: str = "demo"
-    """A checkpoint folder, or `demo` for the checkpoint that ships inside the product."""
+    """A checkpoint folder, a hub id (`Qwen/Qwen3-0.6B`) whose files lie in the local hub cache, or `demo` for the checkpoint
+    that ships inside the product."""
     served_name: str = ""
     """The name that clients use; empty: the folder's name."""
     dtype: str = "auto"
@@ -33,7 +35,7 @@ class ModelConfig:
     @property
     def name(self) -> str:
         """What clients call the model."""
-        return self.served_name or Path(self.path).name
+        return self.served_name or Path(self.path).name.partition("@")[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +151,12 @@ class Config:
 
 
 _WORDS = {int: "a whole number", float: "a number", str: "text in quotes", bool: "true or false"}
+
+
+def hub_cache() -> Path:
+    """Where the hub's tools keep what was downloaded; they and we read HF_HUB_CACHE and HF_HOME."""
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    return Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
 
 
 def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:

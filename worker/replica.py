@@ -18,7 +18,7 @@ from cache_transfer.memory import CacheMemory
 from cache_transfer.store import CacheStore
 from slipstream import checkpoint as checkpoints
 from slipstream.checkpoint import Checkpoint
-from slipstream.config import Config
+from slipstream.config import Config, hub_cache
 from slipstream.engine import build
 from slipstream.engine.engine import Engine, StepResult
 from slipstream.engine.loop import EngineLoop
@@ -49,7 +49,7 @@ class Replica:
     def __init__(self, config: Config, role: Role) -> None:
         """`role` only limits parked memory. Raises ConfigError and CheckpointError."""
         self.config = config
-        self.checkpoint: Checkpoint = checkpoints.read(checkpoints.resolve(config.model.path))
+        self.checkpoint: Checkpoint = checkpoints.read(checkpoints.resolve(config.model.path, hub_cache()))
         self.model_name = config.model.name
         self.device = build.device_of(config.model)
         self.dtype = build.dtype_name(config.model, self.checkpoint, self.device)

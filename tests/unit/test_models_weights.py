@@ -154,3 +154,24 @@ def test_mrope_is_keyed_on_the_section_not_on_the_type(tmp_path: Path) -> None:
 def test_a_folder_without_config_says_what_to_give(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"give model\.path a checkpoint folder"):
         checkpoints.read(tmp_path)
+
+
+def test_a_hub_id_is_found_in_the_local_cache_or_the_error_says_what_to_download(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"download it first: hf download Qwen/Tiny --revision main"):
+        checkpoints.resolve("Qwen/Tiny", tmp_path)
+    repository = tmp_path / "models--Qwen--Tiny"
+    for revision in ("aaa", "bbb"):
+        (repository / "snapshots" / revision).mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("bbb\n")
+    with pytest.raises(CheckpointError, match="only a part of Qwen/Tiny"):
+        checkpoints.resolve("Qwen/Tiny", tmp_path)
+    write(repository / "snapshots" / "bbb", tensors())
+    write(repository / "snapshots" / "aaa", tensors())
+    assert checkpoints.resolve("Qwen/Tiny", tmp_path) == repository / "snapshots" / "bbb"
+    assert checkpoints.resolve("Qwen/Tiny@aaa", tmp_path).name == "aaa"
+    with pytest.raises(CheckpointError, match="--revision v2"):
+        checkpoints.resolve("Qwen/Tiny@v2", tmp_path)
+    with pytest.raises(CheckpointError, match="is no folder"):
+        checkpoints.resolve("/no/such/folder", tmp_path)
+    assert checkpoints.resolve(str(tmp_path), tmp_path) == tmp_path
