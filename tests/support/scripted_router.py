@@ -66,11 +66,12 @@ class Front:
         self._started: list[ChildProcess] = []
         self.workers: dict[Role, FakeWorker] = {}
         self.url = ""
+        self.model = MODEL
 
     def start(self, workers: Sequence[str], *overrides: str, directory: str = "") -> ChildProcess:
         """A router process; `url` is its."""
         command = [sys.executable, "-m", "router", "--exit-with-parent", "--log-level", "info"]
-        for override in ("router.port=0", *overrides):
+        for override in ("router.port=0", f"model.served_name={self.model}", *overrides):
             command += ["--set", override]
         for address in workers:
             command += ["--worker", address]
@@ -191,9 +192,10 @@ def front(folder: Path, *overrides: str, model: str = MODEL) -> Iterator[Front]:
     """A router with one prefill and one decode worker, healthy."""
     stage = Stage()
     one = Front(stage, folder)
+    one.model = model
     try:
         one.workers = {role: stage.worker(role, model_name=model) for role in Role}
-        one.start([worker.address for worker in one.workers.values()], *overrides, f"model.served_name={model}")
+        one.start([worker.address for worker in one.workers.values()], *overrides)
         one.until_healthy()
         yield one
     finally:
