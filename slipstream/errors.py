@@ -179,6 +179,6 @@ def _tree(root: type[SlipstreamError]) -> list[type[SlipstreamError]]:
 def by_code(code: str, message: str) -> SlipstreamError:
     """The exception that a peer named by `code`; an unknown code becomes an InternalError that quotes it."""
     for kind in _tree(SlipstreamError):
-        if kind.code == code:
+        if kind.code == code and kind is not SlipstreamError:
             return kind(message)
     return InternalError(f"{code}: {message}")

@@ -71,6 +71,8 @@ class Session:
         except Exception as error:
             logger.exception("a Submit could not be handled", extra={"request_id": submit.request_id})
             refusal = InternalError(f"a fault on this replica refused the request: {type(error).__name__}")
+        if key not in self._running:
+            self._remember(key, cancelled=False)  # a Cancel that is on its way changes nothing any more
         self.failed(convert.failed_to_pb(*key, refusal))
 
     def _cancel(self, key: Key) -> None:

@@ -209,6 +209,14 @@ async def test_a_malformed_submit_fails_itself(rig: Rig, content_hash: bytes, he
     assert field in failed.message
 
 
+async def test_a_refused_submit_has_had_its_end(rig: Rig) -> None:
+    rig.session.receive(submit(1, images=[pb.Image(content_hash=b"short", grid_t=1, grid_h=2, grid_w=2)]))
+    assert (await rig.failure()).code == pb.ERROR_CODE_INVALID
+    rig.session.receive(cancel(1))  # crossed the refusal on the wire
+    rig.session.want_load()
+    assert (await next_of(rig.session)).WhichOneof("message") == "load"
+
+
 async def test_decode_needs_an_address_and_takes_no_pictures(rig: Rig) -> None:
     session = Session(Role.DECODE, rig.jobs, pb.Load)
     session.receive(submit(1))
