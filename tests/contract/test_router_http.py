@@ -175,17 +175,18 @@ def test_health_is_quick_while_pictures_are_decoded(router: Front) -> None:
     file = io.BytesIO()
     Image.new("RGB", (3000, 3000)).save(file, "PNG", compress_level=9)
     url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-    asked = [Later(router.chat, [{"type": "image_url", "image_url": {"url": url}}], max_tokens=CONTEXT) for _ in range(4)]
-    slowest, polls = 0.0, 0
+    content = [{"type": "image_url", "image_url": {"url": url}}] * 3
+    asked = [Later(router.chat, content, max_tokens=CONTEXT) for _ in range(4)]
+    times = []
     with router.client() as client:
-        while any(one._thread.is_alive() for one in asked):
+        while any(one.is_running for one in asked):
             started = time.monotonic()
             assert client.get("/health").status_code == 200
-            slowest, polls = max(slowest, time.monotonic() - started), polls + 1
+            times.append(time.monotonic() - started)
     for one in asked:
         refused(one.result())
-    assert polls > 3
-    assert slowest < 0.5
+    assert len(times) > 10, "twelve pictures take longer than that"
+    assert sorted(times)[len(times) // 2] < 0.1
 
 
 # Metrics ---------------------------------------------------------------------------------------------------------------

@@ -100,7 +100,7 @@ class Front:
             self.stage.until(lambda: client.get("/status").json()["in_flight"] == 0, "nothing in flight", seconds)
 
     def client(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=20.0, trust_env=False)
+        return httpx.Client(base_url=self.url, timeout=20.0, trust_env=False, verify=False)  # no TLS: contexts are slow to make
 
     def close(self) -> list[int]:
         return [child.stop(10.0) for child in self._started]
@@ -178,6 +178,10 @@ class Later:
 
         self._thread = threading.Thread(target=run, daemon=True)
         self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
 
     def result(self, seconds: float = 15.0) -> Any:
         self._thread.join(seconds)
