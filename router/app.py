@@ -10,7 +10,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
@@ -28,6 +28,7 @@ from router.service import RouterService, Ticket, new_request_id, report
 from router.stream import DONE, Shape, error_body, event, usage
 from slipstream.errors import (
     CancelledError,
+    DeadlineError,
     InternalError,
     InvalidRequestError,
     ModelNotFoundError,
@@ -40,6 +41,7 @@ from slipstream.types import Role
 
 logger = logging.getLogger(__name__)
 
+_CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _json = msgspec.json.Encoder()
 _CLIENT_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
@@ -51,7 +53,7 @@ class App:
 
     def __init__(self, service: RouterService) -> None:
         self._service = service
-        routes = [("/v1/chat/completions", self._chat, "POST"), ("/v1/completions", self._completion, "POST"),
+        routes = [(_CHAT, self._chat, "POST"), (_COMPLETIONS, self._completion, "POST"),
                   ("/v1/models", self._models, "GET"), ("/v1/models/{name}", self._model, "GET"),
                   ("/health", self._health, "GET"), ("/live", self._live, "GET"), ("/metrics", self._metrics, "GET"),
                   ("/status", self._status, "GET")]
@@ -91,18 +93,16 @@ class App:
     # Generation -------------------------------------------------------------------------------------------------------
 
     async def _chat(self, request: Request) -> Response:
-        body, deadline = await self._body(request), self._deadline(request)
-        name = logs.request_id.get()
-        parsed = openai.chat_request(body)
-        ticket = await self._service.begin_chat(parsed, name, deadline)
-        return await self._answer(request, ticket, chat=True)
+        deadline = self._deadline(request)
+        parsed = openai.chat_request(await self._body(request, deadline))
+        begin = self._service.begin_chat(parsed, logs.request_id.get(), deadline)
+        return await self._answer(request, await _unless_gone(request, begin, deadline), chat=True)
 
     async def _completion(self, request: Request) -> Response:
-        body, deadline = await self._body(request), self._deadline(request)
-        name = logs.request_id.get()
-        parsed = openai.completion_request(body)
-        ticket = await self._service.begin_completion(parsed, name, deadline)
-        return await self._answer(request, ticket, chat=False)
+        deadline = self._deadline(request)
+        parsed = openai.completion_request(await self._body(request, deadline))
+        begin = self._service.begin_completion(parsed, logs.request_id.get(), deadline)
+        return await self._answer(request, await _unless_gone(request, begin, deadline), chat=False)
 
     async def _answer(self, request: Request, ticket: Ticket, *, chat: bool) -> Response:
         shape = Shape(id=("chatcmpl-" if chat else "cmpl-") + ticket.id.rpartition("-")[2], model=self._service.model_name,
@@ -121,7 +121,13 @@ class App:
             watch.cancel()
             with suppress(asyncio.CancelledError):
                 await watch
-        return EventStream(self._stream(reader, first, shape, wants_report), ended=ticket.generation.wait, close=reader.close)
+
+        def close() -> None:
+            reader.close()
+            end = ticket.generation.end
+            self._count(_CHAT if chat else _COMPLETIONS, 200 if end is None or end.error is None else end.error.http_status)
+
+        return EventStream(self._stream(reader, first, shape, wants_report), ended=ticket.generation.wait, close=close)
 
     async def _whole(self, reader: _Reader, shape: Shape, wants_report: bool) -> dict[str, Any]:
         pieces: list[str] = []
@@ -156,7 +162,7 @@ class App:
 
     # Bodies, errors ---------------------------------------------------------------------------------------------------
 
-    async def _body(self, request: Request) -> Any:
+    async def _body(self, request: Request, deadline: float) -> Any:
         limit = self._service.config.router.max_body_bytes
         too_large = RequestTooLargeError(f"the body is larger than {limit} bytes (router.max_body_bytes)")
         declared = request.headers.get("content-length", "0")
@@ -164,10 +170,13 @@ class App:
             raise too_large
         body = bytearray()
         try:
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > limit:
-                    raise too_large
+            async with asyncio.timeout(deadline - time.monotonic()):
+                async for chunk in request.stream():
+                    body += chunk
+                    if len(body) > limit:
+                        raise too_large
+        except TimeoutError as error:
+            raise DeadlineError("the request's deadline passed before its body was complete") from error
         except ClientDisconnect as error:
             raise CancelledError("the client went away before its request was complete") from error
         return await asyncio.to_thread(openai.parse, body) if len(body) > 1 << 20 else openai.parse(body)
@@ -196,14 +205,19 @@ class App:
                 logger.exception("a fault in %s", path)
                 response = _failure(InternalError(f"a fault of the router; its log has more under request id {name}"))
             response.headers["x-request-id"] = shown
-            self._service.metrics.requests.labels(path, str(response.status_code)).inc()
+            if not isinstance(response, EventStream):
+                self._count(path, response.status_code)
             return response
 
         return guarded
 
+    def _count(self, path: str, status: int) -> None:
+        """One request; a stream counts once it has ended, as what ended it."""
+        self._service.metrics.requests.labels(path, str(status)).inc()
+
     async def _no_route(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        self._service.metrics.requests.labels("unmatched", str(error.status_code)).inc()
+        self._count("unmatched", error.status_code)
         what = "no such path" if error.status_code == 404 else "this path does not take that method"
         body = {"error": {"message": what, "type": "invalid_request_error", "param": None, "code": "not_found"}}
         return _respond(body, error.status_code, {**(error.headers or {}), "x-request-id": _request_id(request)[1]})
@@ -249,13 +263,30 @@ class _Reader:
             self._service.end(self.ticket)
 
 
+async def _unless_gone(request: Request, begin: Coroutine[Any, Any, Ticket], deadline: float) -> Ticket:
+    """Begin a request, unless its client leaves or its deadline passes before its prompt is ready."""
+    beginning, gone = asyncio.create_task(begin), asyncio.create_task(_gone(request))
+    try:
+        await asyncio.wait((beginning, gone), timeout=max(0.0, deadline - time.monotonic()),
+                           return_when=asyncio.FIRST_COMPLETED)
+        if beginning.done():
+            return beginning.result()
+        raise CancelledError("the client went away") if gone.done() else DeadlineError("the request's deadline passed")
+    finally:
+        beginning.cancel()
+        gone.cancel()
+        await asyncio.gather(beginning, gone, return_exceptions=True)
+
+
 async def _disconnect(request: Request, ticket: Ticket) -> None:
     """Give the request up when the client goes before it has an answer."""
-    while True:
-        message = await request.receive()
-        if message["type"] == "http.disconnect":
-            ticket.generation.give_up(CancelledError("the client went away"))
-            return
+    await _gone(request)
+    ticket.generation.give_up(CancelledError("the client went away"))
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _respond(body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -114,8 +114,10 @@ class Dispatch:
         if self.over or attempt != self._attempts[role]:
             return []
         self._legs[role] = Leg.ENDED
-        if missing := self._missing(role):
-            return self.give_up(ProtocolError(f"the {role.value} replica ended without output {missing[0]}; send it again"))
+        if role is Role.DECODE and reason is None:
+            return self.give_up(ProtocolError("the decode replica ended without a reason; send it again"))
+        if (missing := self._missing(role)) is not None:
+            return self.give_up(ProtocolError(f"the {role.value} replica ended without output {missing}; send it again"))
         self.stats[role] = stats
         if reason is not None and self._reason is None:
             self._reason, self._last_index = reason, self._highest.get(role, 0)
@@ -155,10 +157,10 @@ class Dispatch:
         self.over = True
         return [*self._cancel(everything=True), End(reason=reason)]
 
-    def _missing(self, role: Role) -> list[int]:
-        """Outputs that a leg, now at its end, should have reported: from its first to its highest, and prefill always one."""
+    def _missing(self, role: Role) -> int | None:
+        """The first output that a leg, now at its end, should have reported: prefill always one, decode up to its highest."""
         first, last = (0, 0) if role is Role.PREFILL else (1, self._highest.get(role, 0))
-        return [index for index in range(max(first, self._next_index), last + 1) if index not in self._early]
+        return next((index for index in range(max(first, self._next_index), last + 1) if index not in self._early), None)
 
     def _deliver(self) -> list[Action]:
         ready: list[int] = []
@@ -175,6 +177,8 @@ class Dispatch:
     def _cancel(self, everything: bool) -> list[Action]:
         """Prefill keeps a finished prompt until its destination has spoken, so it is told even after its leg ended. When the
         request ended well a running decode leg is on its way to hear that there is nothing to do, and tells prefill itself."""
+        if self._legs[Role.PREFILL] is Leg.IDLE:
+            return []  # nobody has heard of the request
         decode_running = self._legs[Role.DECODE] is Leg.RUNNING
         if not everything and (decode_running or Role.DECODE in self.stats):
             return []

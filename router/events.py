@@ -33,9 +33,11 @@ class EventStream(Response):
         finally:
             for task in (sending, *others):
                 task.cancel()
-            await asyncio.gather(sending, *others, return_exceptions=True)
-            await self._events.aclose()
-            self._close()
+            try:
+                await asyncio.gather(sending, *others, return_exceptions=True)
+                await self._events.aclose()
+            finally:
+                self._close()
         if not sending.cancelled():
             sending.result()  # a fault of ours is not swallowed
 

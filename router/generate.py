@@ -15,7 +15,7 @@ from router import policy
 from router.dispatch import Action, CancelLeg, Dispatch, End, LegStats, RetryDecode, Submit, Tokens
 from router.prompt import Prompt
 from router.workers import WorkerLink, Workers
-from slipstream.errors import CancelledError, DeadlineError, SlipstreamError, SlowClientError
+from slipstream.errors import CancelledError, DeadlineError, InternalError, SlipstreamError, SlowClientError
 from slipstream.observability.metrics import RouterMetrics
 from slipstream.rpc import convert
 from slipstream.types import FinishReason, Role, SamplingParams, StopParams
@@ -78,6 +78,9 @@ class _Sink:
 
     def on_failed(self, attempt: int, error: SlipstreamError) -> None:
         self.generation.act(self.generation.dispatch.failed(self.role, attempt, error, random.uniform(0.5, 1.0)))
+
+    def on_fault(self, error: SlipstreamError) -> None:
+        self.generation.give_up(error)
 
 
 @dataclass(eq=False)
@@ -223,12 +226,26 @@ class Generation:
         self.act(self.dispatch.retry())
 
     async def _send_pictures(self, link: WorkerLink) -> None:
+        """All at once; the first that is not taken stops the others and ends the request."""
         try:
-            await asyncio.gather(*(
-                link.put_image(picture, self.request.id, max(0.001, self.request.deadline - time.monotonic()))
-                for picture in {picture.content_hash: picture for picture in self.request.prompt.pictures}.values()))
-        except SlipstreamError as error:
-            self.give_up(error)
+            async with asyncio.TaskGroup() as group:
+                for picture in {picture.content_hash: picture for picture in self.request.prompt.pictures}.values():
+                    seconds = max(0.001, self.request.deadline - time.monotonic())
+                    group.create_task(link.put_image(picture, self.request.id, seconds))
+        except* SlipstreamError as errors:
+            self.give_up(first_of(errors))
+        except* Exception:
+            logger.exception("the pictures of a request could not be sent", extra={"request_id": self.request.id})
+            self.give_up(InternalError("a fault of the router kept a picture from its worker; its log has more"))
 
     def _later(self, seconds: float, what: Callable[[], None]) -> None:
         self._timers.append(asyncio.get_running_loop().call_later(seconds, partial(what)))
+
+
+def first_of(errors: BaseExceptionGroup[SlipstreamError]) -> SlipstreamError:
+    """The first single error of a group."""
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, SlipstreamError)
+    return error

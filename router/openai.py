@@ -6,7 +6,6 @@ A field that would change the answer and is not supported is refused; one that c
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +16,8 @@ from slipstream.errors import InvalidRequestError
 MAX_STOPS = 4
 MAX_STOP_CHARACTERS = 1024
 MAX_MESSAGES = 4096
+MAX_VALUES = 1 << 19
+"""Commas and opening brackets of a body, in texts too: parsing takes time by values, and nobody else runs meanwhile."""
 _ROLES = ("system", "developer", "user", "assistant")
 _MAX_SEED = 1 << 63
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -71,6 +72,9 @@ class CompletionRequest:
 
 def parse(body: bytes | bytearray) -> Any:
     """A body's JSON. Raises InvalidRequestError, also for half of a surrogate pair: no tokenizer takes it, nor any encoder."""
+    if sum(map(body.count, (b",", b"[", b"{"))) > MAX_VALUES:
+        raise InvalidRequestError(f"the body holds more than {MAX_VALUES} values, counted by commas and opening brackets; send "
+                                  "a shorter prompt")
     try:
         value = json.loads(body.decode())
         if _HALF.search(body):
@@ -206,8 +210,9 @@ def _number(fields: Mapping[str, Any], name: str, low: float, high: float, open_
     value = fields.get(name)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) \
-            or not low <= value <= high or (open_low and value == low):
+    # The range comes first: an integer of 400 digits is no float, and NaN is in no range.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high \
+            or (open_low and value == low):
         raise InvalidRequestError(f"{name} must be a number {'above' if open_low else 'from'} {low:g} "
                                   f"{'and up to' if open_low else 'to'} {high:g}", field=name)
     return float(value)

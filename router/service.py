@@ -10,7 +10,7 @@ import secrets
 import time
 import uuid
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,7 @@ class RouterService:
         self.draining = False
         self.created = int(time.time())
         self._threads = ThreadPoolExecutor(PROMPT_THREADS, thread_name_prefix="prompt")
+        self._thread_free = asyncio.Semaphore(PROMPT_THREADS)
         self._numbers = itertools.count(1)
         self._idle = asyncio.Event()
         self._idle.set()
@@ -140,19 +141,39 @@ class RouterService:
         self.metrics.in_flight.set(self.limits.in_flight)
         generation: Generation | None = None
         try:
-            prompt = await asyncio.get_running_loop().run_in_executor(self._threads, build)
+            prompt = await self._build(build)
             generation = self._generation(options, prompt, name, arrived, deadline)
             self._running.add(generation)
             generation.start()
         except BaseException:
             if generation is not None:
                 self._running.discard(generation)
-            self._leave()
+                generation.close()
             raise
+        finally:
+            if generation not in self._running:
+                self._leave()
         self.metrics.prompt_tokens.inc(len(prompt.tokens))
         hidden = generation.request.stop.stop_token_ids
         return Ticket(id=name, options=options, generation=generation, prompt_tokens=len(prompt.tokens),
                       text=TextStream(self.builder.tokenizer, options.stop, hidden))
+
+    async def _build(self, build: Callable[[], Prompt]) -> Prompt:
+        """On a thread, in turn. Whoever gives up before its turn leaves nothing behind; who does later keeps its thread."""
+        loop = asyncio.get_running_loop()
+        await self._thread_free.acquire()
+        try:
+            future = self._threads.submit(build)
+        except BaseException:
+            self._thread_free.release()
+            raise
+
+        def done(_: Future[Prompt]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the router has ended
+                loop.call_soon_threadsafe(self._thread_free.release)
+
+        future.add_done_callback(done)
+        return await asyncio.wrap_future(future)
 
     def _generation(self, options: Options, prompt: Prompt, name: str, arrived: float, deadline: float) -> Generation:
         eos = frozenset() if options.ignore_eos else self.checkpoint.eos_token_ids

@@ -29,10 +29,16 @@ def error_body(error: SlipstreamError) -> dict[str, Any]:
 
 
 class StopFilter:
-    """Holds back the end of the text while it could still become a stop string, and no longer."""
+    """Holds back the end of the text while it could still become a stop string, and no longer.
+
+    The stop string that is complete first ends the text, however the text is cut into pieces; of two that are complete at the
+    same character the longer one. The work per character does not depend on the stop strings' lengths (Knuth-Morris-Pratt).
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
+        self._borders = tuple(_borders(stop) for stop in self._stops)
+        self._matched = [0] * len(self._stops)  # characters of each stop string that the end of the text holds
         self._held = ""
         self.stopped = False
 
@@ -40,14 +46,28 @@ class StopFilter:
         """What may be shown now; after a stop string nothing more."""
         if self.stopped or not self._stops:
             return "" if self.stopped else text
+        before = len(self._held)
         text = self._held + text
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            self.stopped, self._held = True, ""
-            return text[: min(found)]
-        keep = max(_overlap(text, stop) for stop in self._stops)
+        for position in range(before, len(text)):
+            if complete := self._advance(text[position]):
+                self.stopped, self._held = True, ""
+                return text[: position + 1 - complete]
+        keep = max(self._matched)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
+
+    def _advance(self, letter: str) -> int:
+        """Take one character; the length of the longest stop string that it completes, or 0."""
+        complete = 0
+        for number, (stop, borders) in enumerate(zip(self._stops, self._borders, strict=True)):
+            matched = self._matched[number]
+            while matched and stop[matched] != letter:
+                matched = borders[matched - 1]
+            matched += stop[matched] == letter
+            self._matched[number] = matched
+            if matched == len(stop):
+                complete = max(complete, matched)
+        return complete
 
     def finish(self) -> str:
         """The text ended: what was held back was no stop string."""
@@ -55,12 +75,16 @@ class StopFilter:
         return "" if self.stopped else held
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of `text` that begin `stop`."""
-    for size in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:size]):
-            return size
-    return 0
+def _borders(stop: str) -> tuple[int, ...]:
+    """For every beginning of `stop`, the length of its longest proper beginning that is also its end."""
+    borders = [0] * len(stop)
+    matched = 0
+    for position in range(1, len(stop)):
+        while matched and stop[matched] != stop[position]:
+            matched = borders[matched - 1]
+        matched += stop[matched] == stop[position]
+        borders[position] = matched
+    return tuple(borders)
 
 
 class TextStream:

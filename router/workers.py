@@ -10,13 +10,14 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import grpc
 import grpc.aio
 
 from router.policy import Replica
-from slipstream.errors import IncompatibleError, SlipstreamError, UnavailableError
+from slipstream.errors import IncompatibleError, InternalError, SlipstreamError, UnavailableError
 from slipstream.rpc import convert
 from slipstream.rpc.channel import connect
 from slipstream.text.images import Picture
@@ -41,6 +42,9 @@ class LegSink(Protocol):
 
     def on_failed(self, attempt: int, error: SlipstreamError) -> None:
         """The leg failed, or its Session was lost."""
+
+    def on_fault(self, error: SlipstreamError) -> None:
+        """The router could not handle what the leg said."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,9 +186,9 @@ class WorkerLink:
             logger.warning("lost %s at %s: %s", self.info.replica_id, self.address, self.problem)
         self.info = None
         sinks, self._sinks = self._sinks, {}
-        for waiting in sinks.values():
-            waiting.sink.on_failed(waiting.attempt, UnavailableError(f"the worker at {self.address} was lost: {self.problem}",
-                                                                     retry_after_seconds=1.0))
+        for handle, waiting in sinks.items():
+            lost = UnavailableError(f"the worker at {self.address} was lost: {self.problem}", retry_after_seconds=1.0)
+            self._tell(handle, waiting, partial(waiting.sink.on_failed, waiting.attempt, lost))
         self._on_change()
 
     def _on_step(self, step: worker_pb2.StepReport) -> None:
@@ -193,15 +197,25 @@ class WorkerLink:
             rows.setdefault((handle, attempt), []).append((index, token))
         for (handle, attempt), tokens in rows.items():
             if waiting := self._sinks.get(handle):
-                waiting.sink.on_tokens(attempt, tokens)
+                self._tell(handle, waiting, partial(waiting.sink.on_tokens, attempt, tokens))
         for finished in step.finished:
             if waiting := self._pop(finished.handle, finished.attempt):
-                waiting.sink.on_finished(finished)
+                self._tell(finished.handle, waiting, partial(waiting.sink.on_finished, finished))
         for failed in step.failed:
             if waiting := self._pop(failed.handle, failed.attempt):
-                waiting.sink.on_failed(failed.attempt, convert.failed_from_pb(failed))
+                self._tell(failed.handle, waiting, partial(waiting.sink.on_failed, failed.attempt,
+                                                           convert.failed_from_pb(failed)))
         if step.HasField("load"):
             self.load = step.load
+
+    def _tell(self, handle: int, waiting: _Waiting, news: Callable[[], None]) -> None:
+        """A fault in one request's handling ends that request; the Session and everybody else on it go on."""
+        try:
+            news()
+        except Exception:
+            logger.exception("news from the worker at %s could not be handled", self.address)
+            self._forget(handle)
+            waiting.sink.on_fault(InternalError("a fault of the router ended the request; its log has more"))
 
     def _pop(self, handle: int, attempt: int) -> _Waiting | None:
         waiting = self._sinks.get(handle)
@@ -286,6 +300,8 @@ class Workers:
                         self._apply({endpoint.address for endpoint in snapshot.endpoints})
                 except grpc.aio.AioRpcError as error:
                     logger.warning("the directory at %s is gone: %s; known workers stay", directory, error.code().name)
+                except Exception:
+                    logger.exception("what the directory at %s said could not be used; known workers stay", directory)
                 await asyncio.sleep(_FIRST_WAIT_SECONDS * 10)
         finally:
             await channel.close()

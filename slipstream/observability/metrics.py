@@ -12,12 +12,12 @@ _SLOW = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60
 
 
 class RouterMetrics:
-    """Identities: TTFT count = requests that gave a token; E2E count = requests_total with code 200."""
+    """Identities: TTFT count = requests that gave a token; E2E count = requests of the generating routes with code 200."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
-        self.requests = Counter("slipstream_router_requests", "Requests by route template and result code.", ("route", "code"),
-                                registry=registry)
+        self.requests = Counter("slipstream_router_requests", "Requests by route template and HTTP status; of a stream, of "
+                                "its end.", ("route", "code"), registry=registry)
         self.in_flight = Gauge("slipstream_router_in_flight", "Requests admitted and not ended.", registry=registry)
         self.replicas = Gauge("slipstream_router_replicas", "Connected replicas by role.", ("role",), registry=registry)
         self.ttft = Histogram("slipstream_router_ttft_seconds", "Arrival of the request to its first token.", buckets=_SLOW,

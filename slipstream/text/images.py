@@ -10,12 +10,14 @@ import base64
 import binascii
 import io
 import math
+import struct
 import warnings
+import zlib
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 
 from slipstream.block_hash import content_hash
 from slipstream.checkpoint import ImageConfig
@@ -26,6 +28,9 @@ MAX_ASPECT = 200
 MIN_SIDE = 3
 """Pixels; a smaller picture shows nothing, and enlarging it would invent content."""
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+_DAMAGE = (OSError, ValueError, SyntaxError, TypeError, LookupError, ArithmeticError, AttributeError, EOFError, struct.error,
+           zlib.error)
+"""What Pillow raises for broken files, besides errors of its own: its parsers trip over whatever they meet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,13 +84,13 @@ def decode(data: bytes, config: ImageConfig, *, max_pixels: int, field: str) -> 
     except Image.DecompressionBombError as error:  # Pillow's own limit, twice its warning's; it names the number of pixels
         raise InvalidRequestError(f"the picture is too large; the limit is {max_pixels} pixels in all ({error})",
                                   field=field) from error
-    except (UnidentifiedImageError, OSError, ValueError) as error:
+    except _DAMAGE as error:
         raise InvalidRequestError(f"not a picture that can be read; send one of {', '.join(_FORMATS)}", field=field) from error
     width, height = image.size
     _check_size(height, width, max_pixels, field)
     try:
         rgb = _rgb(ImageOps.exif_transpose(image))
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+    except (*_DAMAGE, Image.DecompressionBombError) as error:
         raise InvalidRequestError(f"the picture is damaged: {error}", field=field) from error
     high, wide = smart_resize(rgb.height, rgb.width, config.factor, config.min_pixels, config.max_pixels)
     if (rgb.width, rgb.height) != (wide, high):
