@@ -134,6 +134,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.address = ""
         self.load = pb.Load(free_blocks=4096, free_state_slots=64)
         self.submits: list[pb.Submit] = []
+        self.takes_pictures = True
         self._server: grpc.aio.Server | None = None
         self._queues: set[asyncio.Queue[pb.WorkerMessage | None]] = set()
 
@@ -161,8 +162,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     def beat(self) -> None:
         """Tell the load."""
+        self.say(pb.WorkerMessage(load=self.load))
+
+    def say(self, message: pb.WorkerMessage) -> None:
+        """Tell every router anything at all."""
         for queue in self._queues:
-            queue.put_nowait(pb.WorkerMessage(load=self.load))
+            queue.put_nowait(message)
 
     def drop_sessions(self) -> None:
         """End every Session, as a crash would."""
@@ -180,6 +185,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     async def PutImage(self, request_iterator: AsyncIterator[pb.ImageChunk], context: Any) -> pb.PutImageReply:  # noqa: N802
         """Keep the pixels."""
+        if not self.takes_pictures:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no room for pictures")
         head, data = pb.ImageChunk(), b""
         async for chunk in request_iterator:
             if not data:

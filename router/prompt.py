@@ -14,6 +14,8 @@ from slipstream.text.chat import ChatTemplate
 from slipstream.text.images import Picture, decode, from_data_url
 from slipstream.text.tokenizer import Tokenizer
 
+_CUT_TOKENS = 64
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
@@ -43,18 +45,19 @@ class PromptBuilder:
             raise InvalidRequestError("this model is text-only; send the request without images", field=urls[0][1])
         if len(urls) > self._config.max_images:
             raise InvalidRequestError(f"{len(urls)} images; a request may hold {self._config.max_images}", field="messages")
+        tokens = self._encode(self._template.render(plain), "messages")
         pictures = []
         for url, field in urls:
             assert self.checkpoint.image is not None
             pictures.append(decode(from_data_url(url, field), self.checkpoint.image,
                                    max_pixels=self._config.max_image_pixels, field=field))
-        return self._finish(self.tokenizer.encode(self._template.render(plain)), pictures, "messages")
+        return self._finish(tokens, pictures, "messages")
 
     def text(self, text: str) -> Prompt:
         """A bare prompt; special tokens in it stay text."""
         if not text:
             raise InvalidRequestError("prompt is empty; send some text", field="prompt")
-        return self._finish(self.tokenizer.encode(self.tokenizer.quote(text)), [], "prompt")
+        return self._finish(self._encode(self.tokenizer.quote(text), "prompt"), [], "prompt")
 
     def ids(self, tokens: Sequence[int]) -> Prompt:
         """A prompt of token ids. Raises InvalidRequestError for an id outside the vocabulary."""
@@ -63,6 +66,21 @@ class PromptBuilder:
                 raise InvalidRequestError(f"prompt[{number}] is not in the vocabulary of {self.checkpoint.vocab_size} tokens",
                                           field="prompt")
         return self._finish(list(tokens), [], "prompt")
+
+    def _encode(self, text: str, field: str) -> list[int]:
+        """Tokens of the whole text. Raises ContextLengthError for one far too long, without work or memory for all of it.
+
+        A cut text has at most a few more tokens at its cut than the whole has there; the quarter covers them many times.
+        """
+        limit = self.checkpoint.max_context
+        size = 2 * limit
+        while size < len(text):
+            found = len(self.tokenizer.encode(text[:size]))
+            if found > limit + limit // 4 + _CUT_TOKENS:
+                raise ContextLengthError(f"more than {found} prompt tokens, and at least 1 output token, exceed the context of "
+                                         f"{limit} tokens; shorten the prompt", field=field)
+            size *= 2
+        return self.tokenizer.encode(text)
 
     def max_tokens(self, prompt: Prompt, wanted: int | None, max_context: int) -> int:
         """Output tokens that the request may have. Raises ContextLengthError with the three numbers."""

@@ -1,0 +1,286 @@
+"""A router among workers that say nonsense and clients that want too much: one request suffers, never the next."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import re
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from router.fakes import FakeWorker, Plan, Script
+from router.workers import WorkerLink
+from slipstream import checkpoint
+from slipstream.checkpoint import DEMO
+from slipstream.errors import SlipstreamError
+from slipstream.text.tokenizer import Tokenizer
+from slipstream.types import Role
+from slipstream.v1 import worker_pb2 as pb
+from tests.support.scripted_router import MODEL, Front, Later, front, refused
+
+CONTEXT = checkpoint.read(DEMO).max_context
+LONG = tuple(Tokenizer(DEMO).encode("The quick brown fox jumps over the lazy dog, and a purple triangle is in row two."))
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
+    with front(tmp_path_factory.mktemp("router")) as one:
+        yield one
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(router: Front) -> Iterator[None]:
+    """After each test nothing is in flight, and the next request works."""
+    router.stage.forget()
+    yield
+    router.stage.plans.clear()
+    router.until_healthy()
+    router.until_idle()
+    router.answer("fine")
+    assert router.chat().json()["choices"][0]["message"]["content"] == "fine"
+
+
+def complaints(router: Front) -> list[str]:
+    return [line["message"] for line in router.log() if line["level"] in ("error", "critical")]
+
+
+def picture(side: int, colour: int = 0) -> dict[str, Any]:
+    file = io.BytesIO()
+    Image.new("RGB", (side, side), (colour, 0, 0)).save(file, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def connect(router: Front, data: bytes, length: int, headers: str = "") -> socket.socket:
+    host, port = router.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=10.0)
+    connection.sendall(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {length}\r\n{headers}\r\n".encode() + data)
+    return connection
+
+
+# Workers ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_report_of_unequal_columns_costs_the_session(router: Front) -> None:
+    router.stage.next(Plan(tokens=LONG, hold_at=2))
+    asked = Later(router.stream)
+    seen = router.held()
+    handle = seen.submits[Role.DECODE][0].handle
+    torn = pb.StepReport(handle=[handle, handle], attempt=[0], index=[5], token=[7])
+    router.stage.do(lambda: router.workers[Role.DECODE].say(pb.WorkerMessage(step=torn)))
+    streamed = asked.result()
+    assert [error["code"] for error in streamed.errors] == ["unavailable"]
+    assert "[DONE]" not in streamed.events
+    router.stage.until(lambda: bool(seen.cancels[Role.PREFILL]), "prefill is told")
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        pb.StepReport(handle=[0], attempt=[0], choice=[0], index=[2**32 - 1], token=[7]),
+        pb.StepReport(finished=[pb.Finished(handed_off=True)]),
+        pb.StepReport(finished=[pb.Finished()]),
+        pb.StepReport(failed=[pb.Failed(message="what is this", code=77)]),  # type: ignore[arg-type]
+    ],
+)
+def test_nonsense_about_one_request_costs_that_request(router: Front, last: pb.StepReport) -> None:
+    """Another request on the same Session goes on to its end."""
+    router.stage.next(Plan(tokens=LONG, hold_at=2))
+    neighbour = Later(router.stream)
+    other = router.held()
+    router.stage.next(Plan(tokens=LONG, hold_at=2))
+    asked = Later(router.stream)
+    router.stage.until(lambda: len(router.stage.seen) == 2 and router.stage.last.held.is_set(), "both are held")
+    handle = router.stage.last.submits[Role.DECODE][0].handle
+    report = pb.StepReport()
+    report.CopyFrom(last)
+    for finished in report.finished:
+        finished.handle = handle
+    for failed in report.failed:
+        failed.handle = handle
+    if report.handle:
+        report.handle[0] = handle
+        report.finished.add(handle=handle, reason=pb.FINISH_REASON_STOP)
+    for _ in range(2):
+        router.stage.do(lambda: router.workers[Role.DECODE].say(pb.WorkerMessage(step=report)))
+    streamed = asked.result()
+    assert len(streamed.errors) == 1
+    assert "[DONE]" not in streamed.events
+    router.stage.release(other)
+    assert neighbour.result().text == router.tokenizer.decode(LONG)
+
+
+def test_news_for_nobody_changes_nothing(router: Front) -> None:
+    router.stage.next(Plan(tokens=LONG, hold_at=2))
+    asked = Later(router.stream)
+    seen = router.held()
+    strange = pb.StepReport(
+        handle=[987654321], attempt=[3], choice=[9], index=[0], token=[4],
+        finished=[pb.Finished(handle=987654321)], failed=[pb.Failed(handle=5, attempt=8)],
+    )
+    for message in (pb.WorkerMessage(), pb.WorkerMessage(step=strange), pb.WorkerMessage(step=pb.StepReport())):
+        for worker in router.workers.values():
+            router.stage.do(lambda worker=worker, message=message: worker.say(message))  # type: ignore[misc]
+    router.stage.release(seen)
+    assert asked.result().text == router.tokenizer.decode(LONG)
+
+
+def test_a_worker_that_came_back_is_asked_under_its_new_epoch(router: Front) -> None:
+    worker = router.workers[Role.PREFILL]
+    before = worker.info.epoch
+    router.stage.do(worker.drop_sessions)
+    worker.info.epoch = before + 1
+    router.stage.until(lambda: _epoch(router) == before + 1, "the router has seen it")
+    router.answer("ok")
+    assert router.chat().status_code == 200
+    assert router.stage.last.submits[Role.DECODE][0].prefill_epoch == before + 1
+
+
+def _epoch(router: Front) -> int | None:
+    with router.client() as client:
+        replicas = client.get("/status").json()["replicas"]
+    return next((one["epoch"] for one in replicas if one["role"] == "prefill"), None)
+
+
+def test_a_refused_picture_ends_its_request(router: Front) -> None:
+    worker = router.workers[Role.PREFILL]
+    worker.takes_pictures = False
+    try:
+        router.answer("never")
+        error = refused(router.chat([picture(64), picture(64, 9)]), 503)
+    finally:
+        worker.takes_pictures = True
+    assert "RESOURCE_EXHAUSTED" in error["message"]
+    seen = router.stage.last
+    for role in Role:
+        router.stage.until(lambda role=role: bool(seen.cancels[role]), f"{role.value} is told")  # type: ignore[misc]
+
+
+class Ear:
+    """A leg's sink that notes, or breaks."""
+
+    def __init__(self, breaks: bool) -> None:
+        self.breaks = breaks
+        self.heard: list[Any] = []
+        self.ended = asyncio.Event()
+
+    def on_tokens(self, attempt: int, rows: Sequence[tuple[int, int]]) -> None:
+        self.heard.append(list(rows))
+        if self.breaks:
+            raise KeyError("a bug")
+
+    def on_finished(self, message: pb.Finished) -> None:
+        self.heard.append("finished")
+        self.ended.set()
+
+    def on_failed(self, attempt: int, error: SlipstreamError) -> None:
+        self.heard.append(error.code)
+
+    def on_fault(self, error: SlipstreamError) -> None:
+        self.heard.append(error.code)
+
+
+async def test_a_fault_in_one_requests_handling_keeps_the_session() -> None:
+    worker = FakeWorker(Script(), Role.DECODE)
+    await worker.start()
+    changed = asyncio.Event()
+    link = WorkerLink(worker.address, MODEL, changed.set)
+    try:
+        await asyncio.wait_for(changed.wait(), 5.0)
+        assert link.ready
+        broken, whole = Ear(breaks=True), Ear(breaks=False)
+        for handle, ear in ((1, broken), (2, whole)):
+            link.submit(pb.Submit(handle=handle, request_id=f"r{handle}"), ear)
+        for index in (1, 2):
+            step = pb.StepReport(handle=[1, 2], attempt=[0, 0], choice=[0, 0], index=[index] * 2, token=[7, 8])
+            worker.say(pb.WorkerMessage(step=step))
+        worker.say(pb.WorkerMessage(step=pb.StepReport(finished=[pb.Finished(handle=2, reason=pb.FINISH_REASON_STOP)])))
+        await asyncio.wait_for(whole.ended.wait(), 5.0)
+        assert whole.heard == [[(1, 8)], [(2, 8)], "finished"]
+        assert broken.heard == [[(1, 7)], "internal"], "it is told once, and then left alone"
+        assert link.ready
+        assert link.idle
+    finally:
+        await link.close()
+        await worker.stop()
+
+
+# Clients ---------------------------------------------------------------------------------------------------------------
+
+
+def test_clients_that_leave_while_their_prompts_wait_for_a_thread(router: Front) -> None:
+    """Their places are free at once, and no worker hears of them."""
+    content = [picture(4000, colour) for colour in range(3)]
+    data = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": content}], "max_tokens": 1}).encode()
+    connections = [connect(router, data, len(data)) for _ in range(6)]
+    with router.client() as client:
+        router.stage.until(lambda: client.get("/status").json()["in_flight"] == 6, "all have come")
+        for connection in connections:
+            connection.close()
+        router.stage.until(lambda: client.get("/status").json()["in_flight"] == 0, "all have gone")
+    assert not router.stage.seen
+
+
+def test_the_deadline_covers_the_making_of_the_prompt(router: Front) -> None:
+    content = [picture(4000, colour) for colour in range(3)]
+    busy = [Later(router.chat, content, max_tokens=CONTEXT) for _ in range(2)]
+    error = refused(router.chat(content, headers={"x-request-timeout-seconds": "0.1"}), 504)
+    assert error["code"] == "deadline_exceeded"
+    for one in busy:
+        refused(one.result())
+    assert not router.stage.seen
+
+
+def test_a_body_that_never_ends_is_given_up(router: Front) -> None:
+    started = time.monotonic()
+    with connect(router, b'{"model": "', 1000, "x-request-timeout-seconds: 0.2\r\n") as connection:
+        assert b" 504 " in connection.recv(4096).split(b"\r\n")[0]
+    assert time.monotonic() - started < 3.0
+
+
+def test_texts_far_too_long_are_refused_without_reading_them_to_the_end(router: Front) -> None:
+    started = time.monotonic()
+    for body in (
+        {"prompt": "lorem ipsum " * 1_500_000},
+        {"prompt": "<|im_end|>" * 500_000},
+    ):
+        error = refused(router.post(COMPLETIONS, {"model": MODEL, **body}), param="prompt")
+        assert error["code"] == "context_length_exceeded"
+        numbers = [int(number) for number in re.findall(r"\d+", error["message"])]
+        assert CONTEXT in numbers
+        assert max(numbers) > CONTEXT
+    assert time.monotonic() - started < 10.0, "to the end it takes a minute"
+
+
+def test_huge_numbers_and_endless_lists_are_the_clients_mistakes(router: Front) -> None:
+    before = complaints(router)
+    start = b'{"model": "' + MODEL.encode() + b'", "messages": [{"role": "user", "content": "x"}], '
+    assert refused(router.post(CHAT, start + b'"temperature": 1' + b"0" * 400 + b"}"))["param"] == "temperature"
+    began = time.monotonic()
+    refused(router.post(CHAT, start + b'"x": [' + b"[]," * (16 << 20) + b"1]}"))
+    assert time.monotonic() - began < 5.0
+    assert complaints(router) == before
+
+
+def test_a_stream_counts_as_what_ended_it(router: Front) -> None:
+    def count(code: int) -> float:
+        with router.client() as client:
+            text = client.get("/metrics").text
+        name = re.escape(f'slipstream_router_requests_total{{code="{code}",route="{CHAT}"}}')
+        return sum(float(value) for value in re.findall(rf"^{name} ([0-9.]+)$", text, re.M))
+
+    well, badly = count(200), count(503)
+    router.answer("fine")
+    assert router.stream().text == "fine"
+    router.stage.next(Plan(tokens=LONG, decode_error=pb.ERROR_CODE_UNAVAILABLE, error_at=3))
+    assert router.stream().errors
+    router.until_idle()
+    assert (count(200), count(503)) == (well + 1, badly + 1)
