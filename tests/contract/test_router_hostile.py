@@ -189,7 +189,9 @@ class Ear:
 
 
 async def test_a_fault_in_one_requests_handling_keeps_the_session() -> None:
-    worker = FakeWorker(Script(), Role.DECODE)
+    script = Script()
+    script.default = Plan(tokens=(7, 8), hold_at=0)
+    worker = FakeWorker(script, Role.PREFILL)
     await worker.start()
     changed = asyncio.Event()
     link = WorkerLink(worker.address, MODEL, changed.set)
@@ -198,7 +200,8 @@ async def test_a_fault_in_one_requests_handling_keeps_the_session() -> None:
         assert link.ready
         broken, whole = Ear(breaks=True), Ear(breaks=False)
         for handle, ear in ((1, broken), (2, whole)):
-            link.submit(pb.Submit(handle=handle, request_id=f"r{handle}"), ear)
+            link.submit(pb.Submit(handle=handle, request_id=f"r{handle}", max_tokens=2), ear)
+            await asyncio.wait_for(script.see(f"r{handle}").held.wait(), 5.0)
         for index in (1, 2):
             step = pb.StepReport(handle=[1, 2], attempt=[0, 0], choice=[0, 0], index=[index] * 2, token=[7, 8])
             worker.say(pb.WorkerMessage(step=step))
