@@ -2,8 +2,9 @@
 
 Order: every decoding sequence first (one token each), then prompts that hold memory already, then new prompts, both first
 come first served. A prompt gets all its blocks at once when it is admitted, so half-computed prompts never wait for each
-other. A prompt that must wait for memory keeps its place: nothing overtakes it. The one exception is a prompt that may not
-start because too much memory is parked already: those whose destination is ready overtake it, as they will hold nothing long.
+other. A prompt that must wait for memory keeps its place: nothing overtakes it but prompts that have begun before, for which
+memory is kept. The other exception is a prompt that may not start because too much memory is parked already: those whose
+destination is ready overtake it, as they will hold nothing long.
 """
 
 from __future__ import annotations
@@ -118,15 +119,18 @@ class Scheduler:
                 chunks.append(self._chunk(sequence, budget))
                 budget -= chunks[-1].count
         begun, admitted = [], []
-        look_ahead = LOOK_AHEAD
+        look_ahead, blocked = LOOK_AHEAD, False
         parked = [other for other in self.sequences(State.COMPUTING, State.HANDED_OFF) if other.parked]
         for sequence in list(self._of[State.WAITING].values()):
             if not budget or self._running >= self._max_running:
                 break
             starts = self._may_start(sequence, parked)
-            if starts and not self._admit(sequence, now):
-                break
-            if not sequence.begun and (starts or look_ahead):
+            if blocked and not (starts and sequence.begun):
+                continue
+            if starts and not (self._unpromised(sequence) and self._admit(sequence, now)):
+                blocked = True
+                continue
+            if not sequence.begun and (starts or (look_ahead and self._unpromised(sequence))):
                 sequence.begun = True
                 begun.append(sequence)
             if starts:
@@ -215,6 +219,14 @@ class Scheduler:
         held = sum(len(other.blocks) for other in parked) + self.blocks.blocks_for(sequence.rows)
         slots = len(parked) + 1 if self.slots.total else 0
         return held <= self._parked_blocks_limit and slots <= self._parked_slots_limit
+
+    def _unpromised(self, sequence: Sequence) -> bool:
+        """True if it fits beside the waiting prompts that have begun: their destinations may hold memory for them already, so
+        theirs must be there here. Otherwise they would wait for parked prompts, and those for the memory held there, for ever.
+        """
+        begun = [other for other in self._of[State.WAITING].values() if other.begun and other is not sequence]
+        blocks = sum(self.blocks.blocks_for(other.rows) for other in (*begun, sequence))
+        return blocks <= self.blocks.free and (not self.slots.total or len(begun) < self.slots.free)
 
     def _admit(self, sequence: Sequence, now: float) -> bool:
         if not self._fits(sequence):

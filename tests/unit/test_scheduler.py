@@ -172,6 +172,25 @@ def test_max_running_limits_reservations_of_a_model_without_slots() -> None:
 # Parked memory -------------------------------------------------------------------------------------------------------
 
 
+def test_a_prompt_is_begun_early_only_if_memory_is_left_for_it() -> None:
+    """What has begun may hold memory at its destination: if it had to wait here for a parked prompt, and that one there for
+    that memory, neither would ever go on."""
+    of = scheduler(blocks=64, block_size=4, budget=400, parked_fraction=0.25)
+    parked, large, small = (sequence(name, 4 * blocks, split=True) for name, blocks in (("a", 13), ("b", 52), ("c", 10)))
+    for one in (parked, large, small):
+        of.add(one)
+    plan, _ = step(of)
+    assert [s.id.name for s in plan.begun] == ["a", "c"]
+    small.ready = True
+    assert [s.id.name for s in step(of)[0].admitted] == ["c"]
+    of.end(small)
+    assert not step(of)[0].begun
+    parked.ready = True
+    of.end(parked)
+    plan, _ = step(of)
+    assert [s.id.name for s in plan.begun] == ["b"] == [s.id.name for s in plan.admitted]
+
+
 def test_over_the_parked_limit_only_ready_prompts_start_and_others_are_begun() -> None:
     of = scheduler(blocks=40, block_size=4, parked_fraction=0.25, slots=0, budget=100, max_running=50)
     prompts = [sequence(f"p{i}", 16, split=True) for i in range(4 + LOOK_AHEAD)]
