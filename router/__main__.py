@@ -48,7 +48,7 @@ async def _serve(config: Config, arguments: argparse.Namespace) -> None:
         service.workers.add(address)
     if arguments.directory:
         service.workers.watch(arguments.directory)
-    server = _Server(uvicorn.Config(App(service).asgi, loop="none", http="httptools", ws="none", lifespan="off",
+    server = _Server(uvicorn.Config(App(service), loop="none", http="httptools", ws="none", lifespan="off",
                                     access_log=False, log_config=None, timeout_graceful_shutdown=5, server_header=False))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     host, port = listener.getsockname()[:2]

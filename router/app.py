@@ -20,6 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from router import openai
 from router.dispatch import End
@@ -42,6 +43,8 @@ from slipstream.types import Role
 logger = logging.getLogger(__name__)
 
 _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+NOTICE_SECONDS = 1.0
+"""How long the server may take to say that a connection has broken, after a write on it failed."""
 _json = msgspec.json.Encoder()
 _CLIENT_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
@@ -54,12 +57,28 @@ class App:
     def __init__(self, service: RouterService) -> None:
         self._service = service
         routes = [(_CHAT, self._chat, "POST"), (_COMPLETIONS, self._completion, "POST"),
-                  ("/v1/models", self._models, "GET"), ("/v1/models/{name}", self._model, "GET"),
+                  ("/v1/models", self._models, "GET"), ("/v1/models/{name:path}", self._model, "GET"),
                   ("/health", self._health, "GET"), ("/live", self._live, "GET"), ("/metrics", self._metrics, "GET"),
                   ("/status", self._status, "GET")]
-        self.asgi = Starlette(
+        self._routes = Starlette(
             routes=[Route(path, self._guard(path, endpoint), methods=[method]) for path, endpoint, method in routes],
             exception_handlers={HTTPException: self._no_route})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """What the HTTP server calls."""
+        try:
+            await self._routes(scope, receive, send)
+        except RuntimeError:  # uvloop's for a write on a connection that has just broken; the server says so a moment later
+            try:
+                async with asyncio.timeout(NOTICE_SECONDS):
+                    while (await receive())["type"] != "http.disconnect":
+                        pass
+            except TimeoutError:
+                pass
+            else:
+                logger.info("the client left while its answer was sent")
+                return
+            raise
 
     # Plain endpoints --------------------------------------------------------------------------------------------------
 
