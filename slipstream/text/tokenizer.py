@@ -49,8 +49,7 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Ids; words of a special token become that token, unless they were quoted."""
         if _MARK not in text or self._pattern is None:
-            ids: list[int] = self._fast.encode(text, add_special_tokens=False).ids
-            return ids
+            return _ids(self._fast, text)
         result: list[int] = []
         position = 0
         for special in self._pattern.finditer(text):
@@ -60,13 +59,18 @@ class Tokenizer:
         return result + self._encode_plain(text[position:])
 
     def _encode_plain(self, text: str) -> list[int]:
-        ids: list[int] = self._plain.encode(text.replace(_MARK, ""), add_special_tokens=False).ids
-        return ids
+        return _ids(self._plain, text.replace(_MARK, ""))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text without special tokens; bytes that are no UTF-8 become U+FFFD."""
         text: str = self._fast.decode(list(tokens), skip_special_tokens=True)
         return text
+
+
+def _ids(fast: FastTokenizer, text: str) -> list[int]:
+    """As a batch of one: only a batch lets other threads run meanwhile, and a long text takes seconds."""
+    ids: list[int] = fast.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    return ids
 
 
 class Detokenizer:
