@@ -135,6 +135,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.load = pb.Load(free_blocks=4096, free_state_slots=64)
         self.submits: list[pb.Submit] = []
         self.takes_pictures = True
+        self.silent = False
+        """True: nothing is said any more, as by a stopped process."""
         self._server: grpc.aio.Server | None = None
         self._queues: set[asyncio.Queue[pb.WorkerMessage | None]] = set()
 
@@ -208,13 +210,21 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self._queues.add(queue)
         legs: dict[tuple[int, int], asyncio.Task[None]] = {}
         reader = asyncio.create_task(self._read(request_iterator, queue, legs))
+        pulse = asyncio.create_task(self._pulse(queue))
         try:
             while (message := await queue.get()) is not None:
                 yield message
         finally:
             self._queues.discard(queue)
-            for task in (reader, *legs.values()):
+            for task in (reader, pulse, *legs.values()):
                 task.cancel()
+
+    async def _pulse(self, queue: asyncio.Queue[pb.WorkerMessage | None]) -> None:
+        """Once a second a sign of life, unless the script says to play dead."""
+        while True:
+            await asyncio.sleep(1.0)
+            if not self.silent:
+                queue.put_nowait(pb.WorkerMessage(load=self.load))
 
     async def _read(
         self,

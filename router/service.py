@@ -25,7 +25,7 @@ from router.stream import TextStream
 from router.workers import WorkerLink, Workers
 from slipstream import checkpoint as checkpoints
 from slipstream.config import Config, hub_cache
-from slipstream.errors import ModelNotFoundError, UnavailableError
+from slipstream.errors import DeadlineError, ModelNotFoundError, UnavailableError
 from slipstream.observability.metrics import RouterMetrics
 from slipstream.rpc import convert
 from slipstream.types import Role, SamplingParams, StopParams
@@ -71,7 +71,7 @@ class RouterService:
         self._idle = asyncio.Event()
         self._idle.set()
         self._running: set[Generation] = set()
-        self.workers = Workers(self.model_name, self._workers_changed)
+        self.workers = Workers(self.model_name, self._workers_changed, config.router.worker_silence_seconds)
 
     @property
     def max_context(self) -> int:
@@ -141,14 +141,17 @@ class RouterService:
         self.metrics.in_flight.set(self.limits.in_flight)
         generation: Generation | None = None
         try:
-            prompt = await self._build(build)
+            async with asyncio.timeout(max(0.0, deadline - arrived)):
+                prompt = await self._build(build)
             generation = self._generation(options, prompt, name, arrived, deadline)
             self._running.add(generation)
             generation.start()
-        except BaseException:
+        except BaseException as error:
             if generation is not None:
                 self._running.discard(generation)
                 generation.close()
+            if isinstance(error, TimeoutError):
+                raise DeadlineError("the request's deadline passed while its prompt was prepared") from error
             raise
         finally:
             if generation not in self._running:

@@ -56,12 +56,14 @@ class _Waiting:
 class WorkerLink:
     """One worker. `info` is None while it is not connected."""
 
-    def __init__(self, address: str, model_name: str, on_change: Callable[[], None]) -> None:
-        """`model_name`: what this router serves; a worker of another model is not used."""
+    def __init__(self, address: str, model_name: str, on_change: Callable[[], None], silence_seconds: float = 10.0) -> None:
+        """`model_name`: what this router serves; a worker of another model is not used. `silence_seconds`: workers tell their
+        load about once a second, so one that says nothing for so long is stuck, and its Session is given up."""
         self.address = address
         self.leaving = False
         """It gets nothing new, and is forgotten once nothing of it is awaited."""
         self._model_name = model_name
+        self._silence_seconds = silence_seconds
         self.info: worker_pb2.WorkerInfo | None = None
         self.load = worker_pb2.Load()
         self.problem = "connecting"
@@ -171,7 +173,7 @@ class WorkerLink:
             self.info = info
             logger.info("connected to %s at %s, epoch %d", info.replica_id, self.address, info.epoch)
             self._on_change()
-            async for message in call:
+            async for message in _unless_silent(call, self._silence_seconds):
                 if message.WhichOneof("message") == "step":
                     self._on_step(message.step)
                 elif message.WhichOneof("message") == "load":
@@ -236,12 +238,38 @@ async def _write(call: Any, queue: asyncio.Queue[worker_pb2.RouterMessage]) -> N
             await call.write(await queue.get())
 
 
+async def _unless_silent(call: grpc.aio.StreamStreamCall[worker_pb2.RouterMessage, worker_pb2.WorkerMessage],
+                         seconds: float) -> AsyncIterator[worker_pb2.WorkerMessage]:
+    """The call's messages. Raises UnavailableError after `seconds` without one.
+
+    Counted in ticks of this process, so that a stall of the router itself is not taken for silence.
+    """
+    tick, silent = seconds / 10, 0
+    reading = asyncio.ensure_future(call.read())
+    try:
+        while True:
+            await asyncio.wait({reading}, timeout=tick)
+            if not reading.done():
+                silent += 1
+                if silent >= 10:
+                    raise UnavailableError(f"nothing was heard from it for {seconds:g} s", retry_after_seconds=1.0)
+                continue
+            silent, message = 0, reading.result()
+            if not isinstance(message, worker_pb2.WorkerMessage):  # grpc's EOF marker
+                return
+            reading = asyncio.ensure_future(call.read())
+            yield message
+    finally:
+        reading.cancel()
+
+
 class Workers:
     """All links, from a fixed list of addresses or from the supervisor's Directory."""
 
-    def __init__(self, model_name: str, on_change: Callable[[], None]) -> None:
+    def __init__(self, model_name: str, on_change: Callable[[], None], silence_seconds: float = 10.0) -> None:
         self._links: dict[str, WorkerLink] = {}
         self._model_name = model_name
+        self._silence_seconds = silence_seconds
         self._on_change = on_change
         self._closing: set[asyncio.Task[None]] = set()
         self._watch: asyncio.Task[None] | None = None
@@ -251,7 +279,7 @@ class Workers:
         if address in self._links:
             self._links[address].leaving = False
         else:
-            self._links[address] = WorkerLink(address, self._model_name, self._changed)
+            self._links[address] = WorkerLink(address, self._model_name, self._changed, self._silence_seconds)
 
     def watch(self, directory: str) -> None:
         """Follow the Directory at this address. While it is gone the workers known so far go on serving."""

@@ -116,6 +116,8 @@ class RouterConfig:
     """Deadline of a request that names none."""
     unread_bytes: int = 1 << 20
     """Output that a slow client may leave unread before its request is cancelled."""
+    worker_silence_seconds: float = 10.0
+    """A worker that says nothing for so long is taken for stuck: its requests fail, and it gets no more until it answers."""
     drain_seconds: float = 30.0
     """How long running requests may go on after a stop was asked for."""
 

@@ -59,6 +59,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._sessions: set[Session] = set()
         self._load: EngineLoad = replica.capacity
         self._proved = 0  # jobs so far when the ledgers were last proved
+        self._asked: asyncio.Future[EngineLoad] | None = None
         self._pulse: asyncio.Task[None] | None = None
 
     # Life ----------------------------------------------------------------------------------------------------------------
@@ -119,12 +120,21 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 if not len(self._jobs) and self._proved != self._jobs.started:
                     await self._prove()
                 else:
-                    self._load = await self._replica.call(Engine.load)
+                    await self._look()
             except SlipstreamError as error:
                 logger.error("the engine does not answer: %s", error)
                 return
             for session in self._sessions:
                 session.want_load()
+
+    async def _look(self) -> None:
+        """Ask the engine for its load. In the middle of a long step the last answer goes out again: it is our sign of life."""
+        if self._asked is None:
+            self._asked = asyncio.ensure_future(self._replica.call(Engine.load))
+        await asyncio.wait({self._asked}, timeout=LOAD_SECONDS)
+        if self._asked.done():
+            asked, self._asked = self._asked, None
+            self._load = asked.result()
 
     async def _prove(self) -> None:
         """Nothing may be owned while no request runs. A leak is a bug of ours, so it is loud and stops new traffic."""

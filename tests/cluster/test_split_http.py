@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import os
+import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -80,3 +83,30 @@ async def test_a_client_that_leaves_frees_both_sides(cluster: Cluster) -> None:
                 if line.startswith("data:"):
                     break
         await workers.until_empty(5)
+
+
+async def test_a_stopped_worker_is_noticed_and_comes_back(tmp_path: Path) -> None:
+    """SIGSTOP leaves every connection open; only its silence tells (the router must not wait for the deadline)."""
+    cluster = Cluster(tmp_path)
+    try:
+        workers = cluster.start_workers("prefill", "decode")
+        router = cluster.start_router(workers, ["router.worker_silence_seconds=2"])
+        decode = cluster.processes["decode-0"].pid
+        async with httpx.AsyncClient(base_url=f"http://{router.address}", timeout=60) as client:
+            model = await ready(client)
+            body = {"model": model, "prompt": "What is in row 2?", "max_tokens": 3000, "stream": True, "ignore_eos": True}
+            async with client.stream("POST", "/v1/completions", json=body) as stream:
+                lines = stream.aiter_lines()
+                await anext(lines)
+                os.kill(decode, signal.SIGSTOP)
+                rest = [line async for line in lines if line.startswith("data:")]
+            assert json.loads(rest[-1].removeprefix("data:"))["error"]["code"] == "unavailable"
+            assert (await client.get("/health")).status_code == 503
+            os.kill(decode, signal.SIGCONT)
+            await ready(client)
+            answer = await client.post("/v1/completions", json={"model": model, "prompt": "Hi", "max_tokens": 2})
+            assert answer.status_code == 200
+            async with pair(cluster.processes["prefill-0"].address, cluster.processes["decode-0"].address) as held:
+                await held.until_empty(10)
+    finally:
+        cluster.close()
