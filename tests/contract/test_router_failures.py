@@ -18,7 +18,7 @@ from slipstream.checkpoint import DEMO
 from slipstream.text.tokenizer import Tokenizer
 from slipstream.types import Role
 from slipstream.v1 import worker_pb2 as pb
-from tests.support.scripted_router import MODEL, Front, Later, events, front
+from tests.support.scripted_router import MODEL, Front, Later, Streamed, events, front
 
 LONG = tuple(
     Tokenizer(DEMO).encode("The quick brown fox jumps over the lazy dog, and a purple triangle is in row two. " * 3)[:40]
@@ -140,8 +140,11 @@ def test_decode_fails(router: Front, code: Any, status: int) -> None:
 
 @pytest.mark.parametrize("code", [pb.ERROR_CODE_UNAVAILABLE, pb.ERROR_CODE_LEASE_EXPIRED, pb.ERROR_CODE_INTERNAL])
 def test_a_stream_that_breaks(router: Front, code: Any) -> None:
-    router.stage.next(Plan(tokens=LONG, decode_error=code, error_at=5))
-    answer = router.stream(stream_options={"include_usage": True})
+    router.stage.next(Plan(tokens=LONG, decode_error=code, error_at=5, hold_at=4))
+    with router.open(stream_options={"include_usage": True}) as response:  # opens once prefill's token has come
+        answer = Streamed(status=response.status_code, headers=response.headers)
+        router.stage.release(router.held())
+        answer.events += events(response)
     assert answer.text == router.tokenizer.decode(LONG[:5])
     assert not answer.reasons
     assert len(answer.errors) == 1

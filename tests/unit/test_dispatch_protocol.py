@@ -56,7 +56,7 @@ def test_giving_up_between_two_attempts_tells_prefill_only() -> None:
 
 
 @given(st.integers(1, 6), st.randoms(use_true_random=False))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_whatever_happens_there_is_one_end(count: int, chance: random.Random) -> None:
     """Also when legs fail, are busy, stop short or speak after they ended: tokens in order, one End, the last action; every
     leg that ran and said no end of its own is cancelled unless the request ended well."""
