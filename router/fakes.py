@@ -348,21 +348,9 @@ def _finish(
 
 
 def _fail(queue: asyncio.Queue[pb.WorkerMessage | None], handle: int, attempt: int, code: pb.ErrorCode.ValueType) -> None:
-    queue.put_nowait(
-        pb.WorkerMessage(
-            step=pb.StepReport(
-                failed=[
-                    pb.Failed(
-                        handle=handle,
-                        attempt=attempt,
-                        code=code,
-                        message=f"scripted {pb.ErrorCode.Name(code)}",
-                        retry_after_ms=5 if code == pb.ERROR_CODE_BUSY else 0,
-                    )
-                ]
-            )
-        )
-    )
+    failed = pb.Failed(handle=handle, attempt=attempt, code=code, message=f"scripted {pb.ErrorCode.Name(code)}",
+                       retry_after_ms=5 if code == pb.ERROR_CODE_BUSY else 0)
+    queue.put_nowait(pb.WorkerMessage(step=pb.StepReport(failed=[failed])))
 
 
 class FakeDirectory(directory_pb2_grpc.DirectoryServicer):
