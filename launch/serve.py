@@ -42,13 +42,15 @@ async def until_stopped(urls: tuple[str, ...], stop: asyncio.Event) -> int:
 
 async def _run(config: Config, console: Console, body: Body) -> int:
     stop, hurry = asyncio.Event(), asyncio.Event()
-    _on_signals(stop, hurry, console)
+    catch = _signals(stop, hurry, console)
+    catch()
     started = time.monotonic()
 
     def report(text: str) -> None:
         console.print(f"{time.monotonic() - started:6.1f} s  {text}", markup=False, highlight=False, soft_wrap=True)
 
-    supervisor = Supervisor(config, report)
+    # Ray's own handler of SIGTERM aborts the process: ours are put back in place once Ray has started.
+    supervisor = Supervisor(config, report, on_ray=catch)
     status = 1
     try:
         with _waiting(console, supervisor):
@@ -64,7 +66,8 @@ async def _run(config: Config, console: Console, body: Body) -> int:
     return status
 
 
-def _on_signals(stop: asyncio.Event, hurry: asyncio.Event, console: Console) -> None:
+def _signals(stop: asyncio.Event, hurry: asyncio.Event, console: Console) -> Callable[[], None]:
+    """What installs our handlers, as often as it is called."""
     first = 0.0
 
     def on_signal() -> None:
@@ -77,8 +80,11 @@ def _on_signals(stop: asyncio.Event, hurry: asyncio.Event, console: Console) -> 
         console.print("\nstopping; press Ctrl-C again to stop at once", markup=False, highlight=False)
         stop.set()
 
-    for name in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(name, on_signal)
+    def catch() -> None:
+        for name in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(name, on_signal)
+
+    return catch
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:

@@ -53,7 +53,9 @@ class _Running:
 class Supervisor:
     """One deployment, from `start` to `stop`; `report` gets a line of text for people whenever something happens."""
 
-    def __init__(self, config: Config, report: Callable[[str], None]) -> None:
+    def __init__(self, config: Config, report: Callable[[str], None], on_ray: Callable[[], None] = lambda: None) -> None:
+        """`on_ray` is called on the event loop once Ray has started, which takes signal handlers of its own."""
+        self._on_ray = on_ray
         self._config = config
         self._report = report
         self._members = members(config)
@@ -143,6 +145,7 @@ class Supervisor:
         """
         loop = asyncio.get_running_loop()
         opening: asyncio.Future[placement.Session] = loop.create_future()
+        opening.add_done_callback(lambda _: self._on_ray())
 
         def tell(action: Callable[[], None]) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waited

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.checkpoint import DEMO
 from tests.support.command import COMMAND, Command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,7 +73,7 @@ def test_a_deployment_from_start_to_drain(start: Callable[..., Command]) -> None
     long = subprocess.Popen([COMMAND, "chat", "Count 113 to 142.", "--url", url], stdout=subprocess.PIPE, text=True)
     assert long.stdout is not None
     begun = long.stdout.read(3)
-    served.signal(signal.SIGINT)
+    served.signal(signal.SIGTERM)
     assert begun + long.communicate(timeout=60)[0] == ", ".join(map(str, range(113, 143))) + ".\n"
     assert served.wait() == 0, served.text
     assert served.leftovers() == []
@@ -108,6 +110,12 @@ def test_what_cannot_be_placed_is_named(start: Callable[..., Command]) -> None:
     assert served.leftovers() == []
 
 
+def test_a_wrong_model_is_found_before_anything_starts() -> None:
+    done = ask("serve", "--model", "/nowhere/at/all")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("slipstream: /nowhere/at/all is no folder; give model.path a checkpoint folder")
+
+
 def test_a_wrong_key_ends_with_status_2_and_one_line() -> None:
     done = ask("serve", "--set", "engine.blok_size=3")
     assert (done.returncode, done.stdout) == (2, "")
@@ -115,10 +123,13 @@ def test_a_wrong_key_ends_with_status_2_and_one_line() -> None:
 
 
 @pytest.mark.timeout(120)
-def test_a_process_that_cannot_start_ends_the_deployment_and_shows_its_log(start: Callable[..., Command]) -> None:
-    served = start("--set", "model.path=/nowhere/at/all")
+def test_a_process_that_cannot_start_ends_the_deployment_and_shows_its_log(start: Callable[..., Command],
+                                                                           tmp_path: Path) -> None:
+    folder = tmp_path / "no-weights"
+    shutil.copytree(DEMO, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    served = start("--set", f"model.path={folder}")
     assert served.wait() == 1, served.text
     assert "before it was ready; the end of" in served.text
-    assert "/nowhere/at/all" in served.text
+    assert "no-weights holds neither model.safetensors nor" in served.text
     assert "Traceback" not in served.text
     assert served.processes() == []
