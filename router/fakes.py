@@ -117,16 +117,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             model_name="demo_model",
             pid=1,
             compatibility_hash="same",
-            block_size=16,
-            total_blocks=4096,
-            total_state_slots=64,
-            max_context=1 << 20,
-            max_running=64,
-            version="0",
-            device="cpu",
-            dtype="float32",
-            tensor_parallel=1,
-            pipeline_parallel=1,
+            block_size=16, total_blocks=4096, total_state_slots=64, max_context=1 << 20, max_running=64,
+            version="0", device="cpu", dtype="float32", tensor_parallel=1, pipeline_parallel=1,
         )
         self.info.MergeFrom(pb.WorkerInfo(**info))
         self.images: dict[bytes, tuple[int, int, bytes]] = {}
