@@ -44,14 +44,14 @@ class Answer:
 
 def get(url: str, path: str, timeout_seconds: float = 10.0) -> Any:
     """The JSON body of a GET. Raises LaunchError when nothing listens, SlipstreamError for any other refusal."""
-    with _open(urllib.request.Request(url.rstrip("/") + path), timeout_seconds) as response:
+    with _open(urllib.request.Request(_base(url) + path), timeout_seconds) as response:
         return json.load(response)
 
 
 def health(url: str) -> str:
     """Empty when the router takes requests, otherwise why not."""
     try:
-        with _open(urllib.request.Request(url.rstrip("/") + "/health"), 5.0):
+        with _open(urllib.request.Request(_base(url) + "/health"), 5.0):
             return ""
     except SlipstreamError as error:
         return str(error)
@@ -80,7 +80,7 @@ def stream_chat(url: str, messages: Sequence[Mapping[str, Any]], answer: Answer,
     """
     model = get(url, "/v1/models")["data"][0]["id"]
     body = {"model": model, "messages": list(messages), "stream": True, "max_tokens": max_tokens, "temperature": temperature}
-    request = urllib.request.Request(url.rstrip("/") + "/v1/chat/completions", data=json.dumps(body).encode(), method="POST",
+    request = urllib.request.Request(_base(url) + "/v1/chat/completions", data=json.dumps(body).encode(), method="POST",
                                      headers={"content-type": "application/json", "x-slipstream-report": "1"})
     started = time.monotonic()
     with _open(request, timeout_seconds) as response:
@@ -110,6 +110,11 @@ def _events(response: HTTPResponse) -> Iterator[dict[str, Any]]:
             yield json.loads(data)
     except (OSError, HTTPException) as error:
         raise UnavailableError(f"the answer broke off: {error}") from error
+
+
+def _base(url: str) -> str:
+    """Where the router listens, from what people type: with or without http://, with or without the /v1 of OpenAI clients."""
+    return (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
 
 
 def _open(request: urllib.request.Request, timeout_seconds: float) -> HTTPResponse:

@@ -128,7 +128,7 @@ def _check_fields(fields: Mapping[str, Any], known: frozenset[str]) -> None:
             raise InvalidRequestError(f"unknown field {name[:64]!r}; leave it out", field=name[:64])
         if not any((type(value) is type(neutral) and value == neutral) or _same_number(value, neutral)
                    for neutral in _NEUTRAL[name]):
-            raise InvalidRequestError(f"{name} is not supported with this value; leave it out", field=name)
+            raise InvalidRequestError(f"this value of {name} is not supported; leave the field out", field=name)
 
 
 def _same_number(value: Any, neutral: Any) -> bool:

@@ -177,6 +177,9 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{path} is not valid TOML: {error}") from error
     data.setdefault("pools", {role.value: {"role": role.value} for role in Role})
+    if overrides:
+        _build(Config, data, "", where)  # what is wrong in the file is blamed on the file, the rest on the overrides
+        where = "the overrides"
     for override in overrides:
         _apply(data, override)
     config: Config = _build(Config, data, "", where)
