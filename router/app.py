@@ -10,7 +10,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -22,9 +22,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from router import openai
+from router import logprobs, openai
 from router.dispatch import End
 from router.events import EventStream
+from router.logprobs import Entry
 from router.service import RouterService, Ticket, new_request_id, report
 from router.stream import DONE, Shape, error_body, event, usage
 from slipstream.errors import (
@@ -150,24 +151,30 @@ class App:
 
     async def _whole(self, reader: _Reader, shape: Shape, wants_report: bool) -> dict[str, Any]:
         pieces: list[str] = []
+        entries: list[Entry] = []
         reason: str | None = None
         while reason is None:
             text, reason = await reader.next()
             pieces.append(text)
+            entries += reader.entries
         reader.close()
-        body = shape.whole("".join(pieces), reason, reader.usage())
+        body = shape.whole("".join(pieces), reason, reader.usage(), reader.logprobs(entries, chat=shape.chat))
         return {**body, "slipstream": report(reader.ticket.generation)} if wants_report else body
 
     async def _stream(self, reader: _Reader, first: tuple[str, str | None], shape: Shape,
                       wants_report: bool) -> AsyncGenerator[bytes, None]:
         asked = reader.ticket.options.include_usage
+
+        def told() -> dict[str, Any] | None:
+            return reader.logprobs(reader.entries, chat=shape.chat)
+
         try:
             text, reason = first
-            yield event(shape.chunk(text, None, first=True, usage=asked))
+            yield event(shape.chunk(text, None, first=True, usage=asked, logprobs=told()))
             while reason is None:
                 text, reason = await reader.next()
-                if text:
-                    yield event(shape.chunk(text, None, usage=asked))
+                if text or reader.entries:
+                    yield event(shape.chunk(text, None, usage=asked, logprobs=told()))
             last = shape.chunk(None, reason, usage=asked)
             if wants_report:
                 last["slipstream"] = report(reader.ticket.generation)
@@ -249,12 +256,25 @@ class _Reader:
         self.ticket = ticket
         self._service = service
         self._closed = False
+        self.entries: list[Entry] = []
+        """Of the text that the last `next` returned."""
+
+    def logprobs(self, entries: Sequence[Entry], *, chat: bool) -> dict[str, Any] | None:
+        """As the client sees them; None if it does not want any."""
+        if self.ticket.options.logprobs is None:
+            return None
+        return (logprobs.chat if chat else logprobs.text)(self._service.builder.tokenizer, entries)
 
     async def next(self) -> tuple[str, str | None]:
         """(text, finish reason once it is over). Raises what ended the request badly."""
+        shown, reason = await self._next()
+        self.entries = self.ticket.text.entries(over=reason is not None)
+        return shown, reason
+
+    async def _next(self) -> tuple[str, str | None]:
         generation, text = self.ticket.generation, self.ticket.text
         output = await generation.next()
-        shown = text.add(output.tokens)
+        shown = text.add(output.tokens, output.logprobs)
         if text.stopped:
             generation.enough()
             return shown, "stop"

@@ -8,11 +8,11 @@ the request and cancels what still runs.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.errors import BusyError, ProtocolError, SlipstreamError
-from slipstream.types import FinishReason, Role
+from slipstream.types import FinishReason, Logprobs, Role
 
 FIRST_RETRY_SECONDS = 0.02
 LONGEST_RETRY_SECONDS = 0.5
@@ -58,6 +58,8 @@ class Tokens:
     """The next output tokens, in order."""
 
     tokens: tuple[int, ...]
+    logprobs: tuple[Logprobs, ...] = ()
+    """One per token, if they come with any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +90,7 @@ class Dispatch:
     _legs: dict[Role, Leg] = field(default_factory=lambda: dict.fromkeys(Role, Leg.IDLE))
     _attempts: dict[Role, int] = field(default_factory=lambda: dict.fromkeys(Role, 0))
     _early: dict[int, int] = field(default_factory=dict)
+    _logprobs: dict[int, Logprobs] = field(default_factory=dict)
     _highest: dict[Role, int] = field(default_factory=dict)
     _next_index: int = 0
     _reason: FinishReason | None = None
@@ -99,14 +102,17 @@ class Dispatch:
         self._legs = dict.fromkeys(Role, Leg.RUNNING)
         return [Submit(role=role, attempt=0) for role in Role]
 
-    def tokens(self, role: Role, attempt: int, rows: Sequence[tuple[int, int]]) -> list[Action]:
-        """(index, token) rows of one leg, in any order."""
+    def tokens(self, role: Role, attempt: int, rows: Sequence[tuple[int, int]],
+               logprobs: Mapping[int, Logprobs] | None = None) -> list[Action]:
+        """(index, token) rows of one leg, in any order; `logprobs` by index, as far as there are any."""
         if self.over or attempt != self._attempts[role]:
             return []
         for index, token in rows:
             self._highest[role] = max(index, self._highest.get(role, 0))
             if index >= self._next_index:
                 self._early.setdefault(index, token)
+                if logprobs and index in logprobs:
+                    self._logprobs.setdefault(index, logprobs[index])
         return self._deliver()
 
     def finished(self, role: Role, attempt: int, reason: FinishReason | None, stats: LegStats) -> list[Action]:
@@ -164,10 +170,13 @@ class Dispatch:
 
     def _deliver(self) -> list[Action]:
         ready: list[int] = []
+        told: list[Logprobs] = []
         while self._next_index in self._early:
             ready.append(self._early.pop(self._next_index))
+            if (logprobs := self._logprobs.pop(self._next_index, None)) is not None:
+                told.append(logprobs)
             self._next_index += 1
-        actions: list[Action] = [Tokens(tokens=tuple(ready))] if ready else []
+        actions: list[Action] = [Tokens(tokens=tuple(ready), logprobs=tuple(told))] if ready else []
         if self._reason is not None and self._last_index is not None and self._next_index > self._last_index:
             self.over = True
             actions += self._cancel(everything=False)

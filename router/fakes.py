@@ -307,10 +307,23 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                     choice=[0] * count,
                     index=indices,
                     token=[seen.output[index] for index in indices],
+                    logprobs=_logprobs(submit, seen, indices),
                     load=self.load,
                 )
             )
         )
+
+
+def _logprobs(submit: pb.Submit, seen: Seen, indices: list[int]) -> list[pb.Logprobs]:
+    """If asked for: of output i, -i - 1, and as the most probable ones the token itself and those of the next ids."""
+    if not submit.sampling.HasField("logprobs"):
+        return []
+    wanted = range(submit.sampling.logprobs)
+    return [
+        pb.Logprobs(row=row, logprob=-index - 1, top_token=[seen.output[index] + i for i in wanted],
+                    top_logprob=[-index - 1 - i for i in wanted])
+        for row, index in enumerate(indices)
+    ]
 
 
 async def _hold(seen: Seen, index: int) -> None:

@@ -7,7 +7,7 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -15,16 +15,17 @@ from router import policy
 from router.dispatch import Action, CancelLeg, Dispatch, End, LegStats, RetryDecode, Submit, Tokens
 from router.prompt import Prompt
 from router.workers import WorkerLink, Workers
-from slipstream.errors import CancelledError, DeadlineError, InternalError, SlipstreamError, SlowClientError
+from slipstream.errors import CancelledError, DeadlineError, InternalError, ProtocolError, SlipstreamError, SlowClientError
 from slipstream.observability.metrics import RouterMetrics
 from slipstream.rpc import convert
-from slipstream.types import FinishReason, Role, SamplingParams, StopParams
+from slipstream.types import FinishReason, Logprobs, Role, SamplingParams, StopParams
 from slipstream.v1 import worker_pb2
 
 logger = logging.getLogger(__name__)
 
 TOKEN_BYTES = 4
-"""Unread output is counted as token ids."""
+"""Unread output is counted as token ids, and logprobs with their ids."""
+LOGPROB_BYTES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,8 @@ class Output:
     """What has come since the reader last looked."""
 
     tokens: tuple[int, ...] = ()
+    logprobs: tuple[Logprobs, ...] = ()
+    """One per token, if the request asked for them."""
     end: End | None = None
 
 
@@ -65,8 +68,8 @@ class _Sink:
     role: Role
     generation: Generation
 
-    def on_tokens(self, attempt: int, rows: Sequence[tuple[int, int]]) -> None:
-        self.generation.act(self.generation.dispatch.tokens(self.role, attempt, rows))
+    def on_tokens(self, attempt: int, rows: Sequence[tuple[int, int]], logprobs: Mapping[int, Logprobs]) -> None:
+        self.generation.act(self.generation.dispatch.tokens(self.role, attempt, rows, logprobs))
 
     def on_finished(self, message: worker_pb2.Finished) -> None:
         stats = message.stats
@@ -99,6 +102,7 @@ class Generation:
     _pair: dict[Role, policy.Replica] = field(default_factory=dict)
     _busy: set[str] = field(default_factory=set)
     _unread: deque[int] = field(default_factory=deque)
+    _unread_logprobs: list[Logprobs] = field(default_factory=list)
     _end: End | None = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _over: asyncio.Event = field(default_factory=asyncio.Event)
@@ -121,7 +125,8 @@ class Generation:
             self._changed.clear()
             await self._changed.wait()
         tokens, self._unread = tuple(self._unread), deque()
-        return Output(tokens=tokens, end=self._end)
+        logprobs, self._unread_logprobs = tuple(self._unread_logprobs), []
+        return Output(tokens=tokens, logprobs=logprobs, end=self._end)
 
     async def wait(self) -> None:
         """Until it has ended, whether or not somebody reads it."""
@@ -161,15 +166,20 @@ class Generation:
                     self._busy.add(self._pair[Role.DECODE].id)
                     self._later(action.seconds, self._retry)
                 case Tokens():
-                    self._take(action.tokens)
+                    self._take(action)
                 case End():
                     self.times.ended = time.monotonic()
                     self._end = action
                     self._changed.set()
                     self._over.set()
 
-    def _take(self, tokens: tuple[int, ...]) -> None:
-        now = time.monotonic()
+    def _take(self, action: Tokens) -> None:
+        now, tokens, wanted = time.monotonic(), action.tokens, self.request.sampling.logprobs
+        if wanted is not None and len(action.logprobs) != len(tokens):
+            self.give_up(ProtocolError("a replica left out the logprobs that it was asked for; update it"))
+            return
+        if wanted is not None:
+            self._unread_logprobs += action.logprobs
         if self.times.first_token is None:
             self.times.first_token = now
             self.metrics.ttft.observe(now - self.times.arrived)
@@ -180,8 +190,10 @@ class Generation:
         self.output_tokens += len(tokens)
         self._unread.extend(tokens)
         self._changed.set()
-        if len(self._unread) * TOKEN_BYTES > self.unread_bytes:
+        size = TOKEN_BYTES if wanted is None else TOKEN_BYTES + LOGPROB_BYTES * (1 + wanted)
+        if len(self._unread) * size > self.unread_bytes:
             self._unread.clear()
+            self._unread_logprobs.clear()
             self.give_up(SlowClientError(f"more than {self.unread_bytes} bytes of output were left unread; read faster"))
 
     def _submit(self, action: Submit) -> None:

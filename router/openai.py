@@ -20,22 +20,29 @@ MAX_VALUES = 1 << 19
 """Commas and opening brackets of a body, in texts too: parsing takes time by values, and nobody else runs meanwhile."""
 _ROLES = ("system", "developer", "user", "assistant")
 _MAX_SEED = 1 << 63
+MAX_CHAT_LOGPROBS = 20
+MAX_TEXT_LOGPROBS = 5
+MAX_BIASES = 1024
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}")
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 
 # field -> the values that change nothing
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,), "best_of": (1,), "logprobs": (False, 0), "top_logprobs": (0,), "echo": (False,), "suffix": ("",),
-    "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},), "tools": ([],),
+    "n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",),
+    "tools": ([],),
     "functions": ([],), "tool_choice": ("none", "auto"), "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},), "modalities": (["text"],), "min_tokens": (0,), "top_k": (0, -1), "min_p": (0,),
-    "prompt_logprobs": (0, False), "web_search_options": (), "audio": (), "prediction": (), "chat_template": (),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],), "prompt_logprobs": (0, False), "web_search_options": (), "audio": (),
+    "prediction": (), "chat_template": (),
     "chat_template_kwargs": ({},), "guided_json": (), "guided_regex": (), "reasoning_effort": (), "cache_salt": ("",),
     "image_embeds": (), "prompt_embeds": (),
 }
 _IGNORED = frozenset({"user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier",
                       "prompt_cache_key", "priority", "verbosity"})
 _COMMON = frozenset({"model", "stream", "stream_options", "temperature", "top_p", "seed", "max_tokens", "stop",
-                     "stop_token_ids", "ignore_eos"})
+                     "stop_token_ids", "ignore_eos", "min_tokens", "top_k", "min_p",
+                     "presence_penalty", "frequency_penalty",
+                     "repetition_penalty", "logit_bias", "logprobs"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +59,15 @@ class Options:
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
     ignore_eos: bool
+    min_tokens: int = 0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    """Most probable tokens to show with every token; None: show no logprobs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,26 +106,29 @@ def parse(body: bytes | bytearray) -> Any:
 def chat_request(body: Any) -> ChatRequest:
     """Raises InvalidRequestError naming the field."""
     fields = _object(body, "the body")
-    _check_fields(fields, _COMMON | {"messages", "max_completion_tokens"})
+    _check_fields(fields, _COMMON | {"messages", "top_logprobs", "max_completion_tokens"})
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
         raise InvalidRequestError("messages must be a list of at least one message", field="messages")
     if len(messages) > MAX_MESSAGES:
         raise InvalidRequestError(f"messages holds {len(messages)} messages; the limit is {MAX_MESSAGES}", field="messages")
-    return ChatRequest(options=_options(fields), messages=[_message(item, i) for i, item in enumerate(messages)])
+    return ChatRequest(options=_options(fields, _chat_logprobs(fields)),
+                       messages=[_message(item, i) for i, item in enumerate(messages)])
 
 
 def completion_request(body: Any) -> CompletionRequest:
     """Raises InvalidRequestError naming the field."""
     fields = _object(body, "the body")
-    _check_fields(fields, _COMMON | {"prompt"})
+    _check_fields({name: value for name, value in fields.items() if (name, value) != ("top_logprobs", 0)},
+                  _COMMON | {"prompt"})
+    options = _options(fields, _text_logprobs(fields))
     prompt = fields.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     if isinstance(prompt, str) and prompt:
-        return CompletionRequest(options=_options(fields), prompt=prompt)
+        return CompletionRequest(options=options, prompt=prompt)
     if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
-        return CompletionRequest(options=_options(fields), prompt=prompt)
+        return CompletionRequest(options=options, prompt=prompt)
     raise InvalidRequestError("prompt must be one non-empty string, or one non-empty list of token ids; send several prompts "
                               "as several requests", field="prompt")
 
@@ -136,7 +155,7 @@ def _same_number(value: Any, neutral: Any) -> bool:
     return numbers and not isinstance(value, bool) and not isinstance(neutral, bool) and value == neutral
 
 
-def _options(fields: Mapping[str, Any]) -> Options:
+def _options(fields: Mapping[str, Any], logprobs: int | None) -> Options:
     model = fields.get("model")
     if not isinstance(model, str) or not model:
         raise InvalidRequestError("model must be the name of a model; GET /v1/models lists them", field="model")
@@ -145,7 +164,48 @@ def _options(fields: Mapping[str, Any]) -> Options:
         model=model, stream=stream, include_usage=_include_usage(fields, stream),
         temperature=_number(fields, "temperature", 0.0, 2.0), top_p=_number(fields, "top_p", 0.0, 1.0, open_low=True),
         seed=_integer(fields, "seed", -_MAX_SEED, _MAX_SEED - 1), max_tokens=_max_tokens(fields), stop=_stop(fields),
-        stop_token_ids=_stop_token_ids(fields), ignore_eos=_bool(fields, "ignore_eos"))
+        stop_token_ids=_stop_token_ids(fields), ignore_eos=_bool(fields, "ignore_eos"), min_tokens=_min_tokens(fields),
+        top_k=max(0, _integer(fields, "top_k", -1, 1 << 31) or 0), min_p=_number(fields, "min_p", 0.0, 1.0) or 0.0,
+        presence_penalty=_number(fields, "presence_penalty", -2.0, 2.0) or 0.0,
+        frequency_penalty=_number(fields, "frequency_penalty", -2.0, 2.0) or 0.0,
+        repetition_penalty=_number(fields, "repetition_penalty", 0.0, 10.0, open_low=True) or 1.0,
+        logit_bias=_logit_bias(fields), logprobs=logprobs)
+
+
+def _chat_logprobs(fields: Mapping[str, Any]) -> int | None:
+    top = _integer(fields, "top_logprobs", 0, MAX_CHAT_LOGPROBS)
+    if _bool(fields, "logprobs"):
+        return top or 0
+    if top:
+        raise InvalidRequestError("top_logprobs needs logprobs: true", field="top_logprobs")
+    return None
+
+
+def _text_logprobs(fields: Mapping[str, Any]) -> int | None:
+    return None if fields.get("logprobs") is False else _integer(fields, "logprobs", 0, MAX_TEXT_LOGPROBS)
+
+
+def _min_tokens(fields: Mapping[str, Any]) -> int:
+    least, most = _integer(fields, "min_tokens", 0, 1 << 31) or 0, _max_tokens(fields)
+    if most is not None and least > most:
+        raise InvalidRequestError(f"min_tokens ({least}) is more than max_tokens ({most})", field="min_tokens")
+    return least
+
+
+def _logit_bias(fields: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
+    """Whether the ids are in the vocabulary is for the caller to check."""
+    biases = fields.get("logit_bias")
+    if biases is None:
+        return ()
+    if not isinstance(biases, dict) or len(biases) > MAX_BIASES or not all(_TOKEN_ID.fullmatch(id) for id in biases):
+        raise InvalidRequestError(f"logit_bias must be an object of at most {MAX_BIASES} token ids with their biases",
+                                  field="logit_bias")
+    found = {}
+    for id, value in biases.items():
+        if type(value) not in (int, float) or not -100 <= value <= 100:
+            raise InvalidRequestError("logit_bias must give every token a number from -100 to 100", field="logit_bias")
+        found[int(id)] = float(value)
+    return tuple(sorted(found.items()))
 
 
 def _include_usage(fields: Mapping[str, Any], stream: bool) -> bool:

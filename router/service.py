@@ -25,7 +25,7 @@ from router.stream import TextStream
 from router.workers import WorkerLink, Workers
 from slipstream import checkpoint as checkpoints
 from slipstream.config import Config, hub_cache
-from slipstream.errors import DeadlineError, ModelNotFoundError, UnavailableError
+from slipstream.errors import DeadlineError, InvalidRequestError, ModelNotFoundError, UnavailableError
 from slipstream.observability.metrics import RouterMetrics
 from slipstream.rpc import convert
 from slipstream.types import Role, SamplingParams, StopParams
@@ -159,7 +159,7 @@ class RouterService:
         self.metrics.prompt_tokens.inc(len(prompt.tokens))
         hidden = generation.request.stop.stop_token_ids
         return Ticket(id=name, options=options, generation=generation, prompt_tokens=len(prompt.tokens),
-                      text=TextStream(self.builder.tokenizer, options.stop, hidden))
+                      text=TextStream(self.builder.tokenizer, options.stop, hidden, options.min_tokens))
 
     async def _build(self, build: Callable[[], Prompt]) -> Prompt:
         """On a thread, in turn. Whoever gives up before its turn leaves nothing behind; who does later keeps its thread."""
@@ -182,12 +182,22 @@ class RouterService:
         eos = frozenset() if options.ignore_eos else self.checkpoint.eos_token_ids
         temperature, top_p = options.temperature, options.top_p
         seed = options.seed if options.seed is not None else secrets.randbits(_SEED_BITS)
+        if unknown := [token for token, _ in options.logit_bias if token >= self.checkpoint.vocab_size]:
+            raise InvalidRequestError(f"logit_bias names token {unknown[0]}; the vocabulary has {self.checkpoint.vocab_size}",
+                                      field="logit_bias")
+        max_tokens = self.builder.max_tokens(prompt, options.max_tokens, self.max_context)
+        if options.min_tokens > max_tokens:
+            raise InvalidRequestError(f"min_tokens is {options.min_tokens}; there is room for {max_tokens} tokens",
+                                      field="min_tokens")
         handle = next(self._numbers)
         request = GenerateRequest(
             id=name, handle=handle, prompt=prompt, deadline=deadline,
             sampling=SamplingParams(temperature=self.checkpoint.default_temperature if temperature is None else temperature,
-                                    top_p=self.checkpoint.default_top_p if top_p is None else top_p, seed=seed),
-            stop=StopParams(max_tokens=self.builder.max_tokens(prompt, options.max_tokens, self.max_context),
+                                    top_p=self.checkpoint.default_top_p if top_p is None else top_p, seed=seed,
+                                    top_k=options.top_k, min_p=options.min_p, presence_penalty=options.presence_penalty,
+                                    frequency_penalty=options.frequency_penalty, logprobs=options.logprobs,
+                                    repetition_penalty=options.repetition_penalty, logit_bias=options.logit_bias),
+            stop=StopParams(max_tokens=max_tokens, min_tokens=options.min_tokens,
                             stop_token_ids=eos | frozenset(options.stop_token_ids)))
         return Generation(request=request, workers=self.workers, metrics=self.metrics, turn=handle,
                           unread_bytes=self.config.router.unread_bytes, times=Times(arrived=arrived))

@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from router.logprobs import Entry
 from slipstream.errors import SlipstreamError
 from slipstream.text.tokenizer import Detokenizer, Tokenizer
+from slipstream.types import Logprobs
 
 DONE = b"data: [DONE]\n\n"
 _json = msgspec.json.Encoder()
@@ -90,8 +93,12 @@ def _borders(stop: str) -> tuple[int, ...]:
 class TextStream:
     """One choice's tokens as text."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], hidden: Iterable[int]) -> None:
-        """`hidden`: tokens that end the choice; they are counted and not shown."""
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], hidden: Iterable[int], min_tokens: int = 0) -> None:
+        """`hidden`: tokens that end the choice; they are counted and not shown. Stop strings are looked for in the text of
+        the tokens after the first `min_tokens`."""
+        self._min_tokens = min_tokens
+        self._made = self._shown = 0  # characters of the tokens' text, and of them those that were shown
+        self._untold: deque[tuple[int, int, Logprobs]] = deque()  # (characters before the token, token, logprobs)
         self._text = Detokenizer(tokenizer)
         self._filter = StopFilter(stops)
         self._hidden = frozenset(hidden)
@@ -103,26 +110,43 @@ class TextStream:
         """True once a stop string was found."""
         return self._filter.stopped
 
-    def add(self, tokens: Sequence[int]) -> str:
-        """Text to show now. Tokens after a stop string are neither shown nor counted."""
-        if not self._looks_for_stops:
+    def add(self, tokens: Sequence[int], logprobs: Sequence[Logprobs] = ()) -> str:
+        """Text to show now. Tokens after a stop string are neither shown nor counted. `logprobs`: none, or one per token."""
+        if not self._looks_for_stops and not logprobs:
             self.tokens += len(tokens)
             return self._text.add([token for token in tokens if token not in self._hidden])
         shown = ""
-        for token in tokens:
+        for number, token in enumerate(tokens):
             if self.stopped:
                 break
             self.tokens += 1
-            if token not in self._hidden:
-                shown += self._filter.add(self._text.add([token]))
+            if token in self._hidden:
+                continue
+            if logprobs:
+                self._untold.append((self._made, token, logprobs[number]))
+            piece = self._text.add([token])
+            self._made += len(piece)
+            shown += piece if self.tokens <= self._min_tokens else self._filter.add(piece)
+        self._shown += len(shown)
         return shown
+
+    def entries(self, *, over: bool) -> list[Entry]:
+        """Logprobs of the tokens that the text shown since the last call begins; at the end also of those without text, but
+        of none that a stop string cut off."""
+        found: list[Entry] = []
+        while self._untold and (self._untold[0][0] < self._shown or (over and not self.stopped)):
+            offset, token, logprobs = self._untold.popleft()
+            found.append(Entry(offset=offset, token=token, logprobs=logprobs))
+        return found
 
     def finish(self) -> str:
         """Text that was held back until the end."""
         if self.stopped:
             return ""
         rest = self._filter.add(self._text.finish())
-        return rest + self._filter.finish()
+        rest += self._filter.finish()
+        self._shown += len(rest)
+        return rest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,22 +158,24 @@ class Shape:
     created: int
     chat: bool
 
-    def chunk(self, text: str | None, finish_reason: str | None, *, first: bool = False, usage: bool = False) -> dict[str, Any]:
+    def chunk(self, text: str | None, finish_reason: str | None, *, first: bool = False, usage: bool = False,
+              logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
         """One streamed object. `usage`: the client asked for usage, so every chunk carries the field."""
         if self.chat:
             delta: dict[str, Any] = {"role": "assistant", "content": text or ""} if first else {"content": text} if text else {}
-            choice: dict[str, Any] = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+            choice: dict[str, Any] = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         else:
-            choice = {"index": 0, "text": text or "", "logprobs": None, "finish_reason": finish_reason}
+            choice = {"index": 0, "text": text or "", "logprobs": logprobs, "finish_reason": finish_reason}
         return {**self._head(streamed=True), "choices": [choice], **({"usage": None} if usage else {})}
 
     def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
         """The trailing chunk: no choices."""
         return {**self._head(streamed=True), "choices": [], "usage": usage}
 
-    def whole(self, text: str, finish_reason: str, usage: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, text: str, finish_reason: str, usage: dict[str, Any],
+              logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
         """The answer to a request that was not streamed."""
-        body: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": finish_reason}
+        body: dict[str, Any] = {"index": 0, "logprobs": logprobs, "finish_reason": finish_reason}
         if self.chat:
             body["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -21,7 +21,7 @@ from slipstream.errors import IncompatibleError, InternalError, SlipstreamError,
 from slipstream.rpc import convert
 from slipstream.rpc.channel import connect
 from slipstream.text.images import Picture
-from slipstream.types import Role
+from slipstream.types import Logprobs, Role
 from slipstream.v1 import directory_pb2, directory_pb2_grpc, worker_pb2, worker_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -34,8 +34,8 @@ _IMAGE_CHUNK = 1 << 20
 class LegSink(Protocol):
     """What a request's leg hears from its worker; called on the event loop."""
 
-    def on_tokens(self, attempt: int, rows: Sequence[tuple[int, int]]) -> None:
-        """(index, token) rows of one step."""
+    def on_tokens(self, attempt: int, rows: Sequence[tuple[int, int]], logprobs: Mapping[int, Logprobs]) -> None:
+        """(index, token) rows of one step; logprobs by index, of a request that asked for them."""
 
     def on_finished(self, message: worker_pb2.Finished) -> None:
         """The leg ended well."""
@@ -197,9 +197,14 @@ class WorkerLink:
         rows: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for handle, attempt, index, token in zip(step.handle, step.attempt, step.index, step.token, strict=True):
             rows.setdefault((handle, attempt), []).append((index, token))
+        logprobs: dict[tuple[int, int], dict[int, Logprobs]] = {}
+        for one in step.logprobs:
+            key = step.handle[one.row], step.attempt[one.row]
+            logprobs.setdefault(key, {})[step.index[one.row]] = convert.logprobs_from_pb(one)
         for (handle, attempt), tokens in rows.items():
             if waiting := self._sinks.get(handle):
-                self._tell(handle, waiting, partial(waiting.sink.on_tokens, attempt, tokens))
+                self._tell(handle, waiting, partial(waiting.sink.on_tokens, attempt, tokens,
+                                                    logprobs.get((handle, attempt), {})))
         for finished in step.finished:
             if waiting := self._pop(finished.handle, finished.attempt):
                 self._tell(finished.handle, waiting, partial(waiting.sink.on_finished, finished))

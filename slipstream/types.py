@@ -74,6 +74,20 @@ class SamplingParams:
     temperature: float = 0.0
     """0 is greedy."""
     top_p: float = 1.0
+    top_k: int = 0
+    """Only this many of the most probable tokens; 0: all."""
+    min_p: float = 0.0
+    """Only tokens at least this share as probable as the most probable one."""
+    presence_penalty: float = 0.0
+    """Taken off the logit of every token of the output so far."""
+    frequency_penalty: float = 0.0
+    """Taken off once for every time that the token is in the output so far."""
+    repetition_penalty: float = 1.0
+    """Divides the positive and multiplies the negative logits of tokens of the prompt and the output so far."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token, what is added to its logit); a token at most once."""
+    logprobs: int | None = None
+    """Most probable tokens to report with every token; None: report nothing, 0: only the token's own."""
     seed: int = 0
 
 
@@ -87,6 +101,12 @@ class StopParams:
     """EOS ids included."""
     ignore_eos: bool = False
     """True: `stop_token_ids` do not stop."""
+    min_tokens: int = 0
+    """Output tokens before which no stop token can be drawn."""
+
+    def barred(self, index: int) -> frozenset[int]:
+        """Tokens that output `index` may not be."""
+        return self.stop_token_ids if index < self.min_tokens and not self.ignore_eos else frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +133,16 @@ class MropeState:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Logprobs:
+    """How probable a token was: log-softmax of the model's own logits, before bias, penalties, temperature and cuts."""
+
+    logprob: float
+    """The token's own."""
+    top: tuple[tuple[int, float], ...] = ()
+    """(token, logprob) of the most probable ones, best first; as many as were asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TokenEvent:
     """One sampled token of one choice."""
 
@@ -123,6 +153,8 @@ class TokenEvent:
     token: int
     finish: FinishReason | None = None
     """Set on the token that ends the choice (a stop token is reported, and counted, but is no text)."""
+    logprobs: Logprobs | None = None
+    """Set iff the request asked for them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -97,6 +97,8 @@ class Session:
         report.choice.append(event.choice)
         report.index.append(event.index)
         report.token.append(event.token)
+        if event.logprobs is not None:
+            report.logprobs.append(convert.logprobs_to_pb(event.logprobs, len(report.token) - 1))
         self._something.set()
 
     def finished(self, message: pb.Finished) -> None:

@@ -6,10 +6,9 @@ transfer (its bytes are leaving). It goes back with the sequence's last token, `
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -18,6 +17,7 @@ from slipstream.checkpoint import Checkpoint
 from slipstream.config import EngineConfig
 from slipstream.engine import caches as cache_memory
 from slipstream.engine.block_pool import BlockPool
+from slipstream.engine.params import check_params
 from slipstream.engine.prompt import Pixels, Prompt, Publisher, prepare
 from slipstream.engine.runner import Runner, as_failure
 from slipstream.engine.scheduler import Scheduler
@@ -194,7 +194,7 @@ class Engine:
             event = self._scheduler.advance(chunk, token, now)
             if event is None:
                 continue
-            events.append(event)
+            events.append(replace(event, logprobs=told) if (told := result.logprobs.get(event.request)) else event)
             if chunk.sequence.state in (State.ENDED, State.HANDED_OFF):
                 timings[event.request] = chunk.sequence.timing()
             self._settle(chunk.sequence)
@@ -237,7 +237,7 @@ class Engine:
         if not request.tokens:
             raise InvalidRequestError("the prompt is empty; send at least one token", field="prompt")
         self._check_tokens(request.tokens, "prompt token")
-        _check_params(request)
+        check_params(request, self._checkpoint.vocab_size)
         prompt = len(request.tokens)
         if prompt >= self.max_context:
             raise ContextLengthError(f"the prompt has {prompt} tokens and the context window {self.max_context}: no room is "
@@ -291,13 +291,3 @@ class Engine:
 
 def _allocated(sequence: EngineSequence, publisher: Publisher) -> None:
     publisher.allocated(sequence.blocks, sequence.state_slot)
-
-
-def _check_params(request: GenerationRequest) -> None:
-    sampling = request.sampling
-    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
-        raise InvalidRequestError(f"temperature must be a number from 0 up, not {sampling.temperature}", field="temperature")
-    if not 0 < sampling.top_p <= 1:
-        raise InvalidRequestError(f"top_p must be in (0, 1], not {sampling.top_p}", field="top_p")
-    if request.stop.max_tokens < 1:
-        raise InvalidRequestError(f"max_tokens must be at least 1, not {request.stop.max_tokens}", field="max_tokens")

@@ -53,6 +53,8 @@ class Prompt:
     embeds: Tensor | None = None
     """[M, hidden], made when the first image row is reached."""
     publisher: Publisher | None = None
+    distinct: Tensor | None = None
+    """int64 tokens of the prompt, each once; made when a repetition penalty first needs them."""
 
     def image_range(self, start: int, count: int) -> tuple[int, int]:
         """The image rows that lie in tokens [start, start + count): a range of M."""

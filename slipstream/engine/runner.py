@@ -15,7 +15,7 @@ from slipstream.engine.scheduler import Chunk
 from slipstream.errors import InternalError, SlipstreamError
 from slipstream.layers.batch import LayerCache
 from slipstream.models.registry import LanguageModel, VisionModel
-from slipstream.types import RequestId
+from slipstream.types import Logprobs, RequestId
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +27,8 @@ class RunResult:
     done: list[tuple[Chunk, int | None]] = field(default_factory=list)
     """With the token drawn; None for a chunk that does not end its prompt."""
     failed: dict[RequestId, SlipstreamError] = field(default_factory=dict)
+    logprobs: dict[RequestId, Logprobs] = field(default_factory=dict)
+    """Of the tokens drawn, for the requests that asked."""
 
 
 class Runner:
@@ -54,14 +56,15 @@ class Runner:
         try:
             batch = batches.build(chunks, prompts, self._block_size, self._device)
             logits = self._model.forward(batch, self._caches, lambda layer: _publish(layer, chunks, prompts, result))
-            drawn = sampler.sample(logits, [
-                sampler.Draw(params=chunk.sequence.request.sampling, choice=0, index=len(chunk.sequence.outputs))
-                for chunk in sampling]) if sampling else []
+            draws = [_draw(chunk, prompts[chunk.sequence.id], self._device) for chunk in sampling]
+            drawn = sampler.sample(logits, draws) if sampling else []
+            told = sampler.logprobs(logits, draws, drawn) if sampling else []
         except Exception as error:
             for chunk in chunks:
                 result.failed.setdefault(chunk.sequence.id, as_failure("the step failed", chunk.sequence.id, error))
             return result
         tokens = dict(zip((chunk.sequence.id for chunk in sampling), drawn, strict=True))
+        result.logprobs = {chunk.sequence.id: one for chunk, one in zip(sampling, told, strict=True) if one is not None}
         for chunk in chunks:
             token = tokens.get(chunk.sequence.id)
             if chunk.samples and token is None:
@@ -82,6 +85,15 @@ class Runner:
             raise InternalError(f"the vision tower made {len(embeds)} embeddings for {prompt.image_rows} image rows")
         prompt.embeds = embeds
         prompt.pixels = ()
+
+
+def _draw(chunk: Chunk, prompt: Prompt, device: torch.device) -> sampler.Draw:
+    """The next token of the chunk's sequence."""
+    request, outputs = chunk.sequence.request, chunk.sequence.outputs
+    if request.sampling.repetition_penalty != 1 and prompt.distinct is None:
+        prompt.distinct = torch.tensor(sorted(set(request.tokens)), dtype=torch.int64, device=device)
+    return sampler.Draw(params=request.sampling, choice=0, index=len(outputs), barred=request.stop.barred(len(outputs)),
+                        prompt=prompt.distinct, outputs=outputs)
 
 
 def _publish(layer: int, chunks: Sequence[Chunk], prompts: Mapping[RequestId, Prompt], result: RunResult) -> None:

@@ -6,7 +6,7 @@ import math
 
 from slipstream import errors
 from slipstream.errors import InternalError, InvalidRequestError, SlipstreamError
-from slipstream.types import EngineLoad, FinishReason, Grid, Role, SamplingParams, StopParams
+from slipstream.types import EngineLoad, FinishReason, Grid, Logprobs, Role, SamplingParams, StopParams
 from slipstream.v1 import worker_pb2 as pb
 
 CONTENT_HASH_BYTES = 16
@@ -67,12 +67,36 @@ def finish_from_pb(reason: int) -> FinishReason | None:
 
 def sampling_to_pb(sampling: SamplingParams) -> pb.Sampling:
     """The seed is taken modulo 2**64."""
-    return pb.Sampling(temperature=sampling.temperature, top_p=sampling.top_p, seed=sampling.seed % (1 << 64))
+    return pb.Sampling(
+        temperature=sampling.temperature, top_p=sampling.top_p, seed=sampling.seed % (1 << 64), top_k=sampling.top_k,
+        min_p=sampling.min_p, presence_penalty=sampling.presence_penalty, frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty, biased_token=[token for token, _ in sampling.logit_bias],
+        bias=[bias for _, bias in sampling.logit_bias], logprobs=sampling.logprobs)
 
 
 def sampling_from_pb(message: pb.Sampling) -> SamplingParams:
-    """A top_p of 0 means that the field was not set: off."""
-    return SamplingParams(temperature=message.temperature, top_p=message.top_p or 1.0, seed=message.seed)
+    """A top_p or repetition_penalty of 0 means that the field was not set: off. Raises InvalidRequestError for columns of
+    different lengths."""
+    if len(message.biased_token) != len(message.bias):
+        raise InvalidRequestError(f"logit_bias has {len(message.biased_token)} tokens and {len(message.bias)} biases",
+                                  field="logit_bias")
+    return SamplingParams(
+        temperature=message.temperature, top_p=message.top_p or 1.0, seed=message.seed, top_k=message.top_k,
+        min_p=message.min_p, presence_penalty=message.presence_penalty, frequency_penalty=message.frequency_penalty,
+        repetition_penalty=message.repetition_penalty or 1.0,
+        logit_bias=tuple(zip(message.biased_token, message.bias, strict=True)),
+        logprobs=message.logprobs if message.HasField("logprobs") else None)
+
+
+def logprobs_to_pb(logprobs: Logprobs, row: int) -> pb.Logprobs:
+    """Of the token in `row` of a StepReport's columns."""
+    return pb.Logprobs(row=row, logprob=logprobs.logprob, top_token=[token for token, _ in logprobs.top],
+                       top_logprob=[logprob for _, logprob in logprobs.top])
+
+
+def logprobs_from_pb(message: pb.Logprobs) -> Logprobs:
+    """Raises ValueError for columns of different lengths."""
+    return Logprobs(logprob=message.logprob, top=tuple(zip(message.top_token, message.top_logprob, strict=True)))
 
 
 def stop_to_pb(stop: StopParams, submit: pb.Submit) -> None:
@@ -80,12 +104,13 @@ def stop_to_pb(stop: StopParams, submit: pb.Submit) -> None:
     submit.max_tokens = stop.max_tokens
     submit.stop_token_ids[:] = sorted(stop.stop_token_ids)
     submit.ignore_eos = stop.ignore_eos
+    submit.min_tokens = stop.min_tokens
 
 
 def stop_from_pb(submit: pb.Submit) -> StopParams:
     """The stop fields of `submit`."""
     return StopParams(max_tokens=submit.max_tokens, stop_token_ids=frozenset(submit.stop_token_ids),
-                      ignore_eos=submit.ignore_eos)
+                      ignore_eos=submit.ignore_eos, min_tokens=submit.min_tokens)
 
 
 def image_to_pb(content_hash: bytes, grid: Grid) -> pb.Image:

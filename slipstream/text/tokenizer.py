@@ -34,6 +34,8 @@ class Tokenizer:
             raise CheckpointError(f"cannot read {path}: {error}") from error
         self._plain.encode_special_tokens = True
         self._specials = {token.content: id for id, token in self._fast.get_added_tokens_decoder().items() if token.special}
+        self._added = frozenset(self._fast.get_added_tokens_decoder())
+        self._bytes = _byte_letters()
         longest_first = sorted(self._specials, key=len, reverse=True)
         self._beginnings = tuple({word[:end] for word in self._specials for end in range(1, len(word))})
         self._pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
@@ -61,6 +63,15 @@ class Tokenizer:
     def _encode_plain(self, text: str) -> list[int]:
         return _ids(self._plain, text.replace(_MARK, ""))
 
+    def token_bytes(self, token: int) -> bytes:
+        """What one token adds to a text, special tokens by their names; empty for an id that is no token."""
+        word = self._fast.id_to_token(token)
+        if word is None:
+            return b""
+        if token in self._added or not all(letter in self._bytes for letter in word):
+            return word.encode()
+        return bytes(self._bytes[letter] for letter in word)
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Text without special tokens; bytes that are no UTF-8 become U+FFFD."""
         text: str = self._fast.decode(list(tokens), skip_special_tokens=True)
@@ -71,6 +82,13 @@ def _ids(fast: FastTokenizer, text: str) -> list[int]:
     """As a batch of one: only a batch lets other threads run meanwhile, and a long text takes seconds."""
     ids: list[int] = fast.encode_batch_fast([text], add_special_tokens=False)[0].ids
     return ids
+
+
+def _byte_letters() -> dict[str, int]:
+    """The letters by which a byte-level vocabulary writes bytes: a printable byte as itself, the others from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
 class Detokenizer:

@@ -222,24 +222,58 @@ class Sampling(_message.Message):
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     TOP_P_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    TOP_K_FIELD_NUMBER: _builtins.int
+    MIN_P_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    BIASED_TOKEN_FIELD_NUMBER: _builtins.int
+    BIAS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0: greedy"""
     top_p: _builtins.float
     """1: off"""
     seed: _builtins.int
     """always set by the router; randomness is f(seed, choice, index)"""
+    top_k: _builtins.int
+    """0: off"""
+    min_p: _builtins.float
+    """0: off"""
+    presence_penalty: _builtins.float
+    frequency_penalty: _builtins.float
+    repetition_penalty: _builtins.float
+    """0 (not set) and 1: off"""
+    logprobs: _builtins.int
+    """tokens to report besides the drawn one; not set: report none at all"""
+    @_builtins.property
+    def biased_token(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """with `bias` the columns of logit_bias"""
+
+    @_builtins.property
+    def bias(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
     def __init__(
         self,
         *,
         temperature: _builtins.float = ...,
         top_p: _builtins.float = ...,
         seed: _builtins.int = ...,
+        top_k: _builtins.int = ...,
+        min_p: _builtins.float = ...,
+        presence_penalty: _builtins.float = ...,
+        frequency_penalty: _builtins.float = ...,
+        repetition_penalty: _builtins.float = ...,
+        biased_token: _abc.Iterable[_builtins.int] | None = ...,
+        bias: _abc.Iterable[_builtins.float] | None = ...,
+        logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["seed", b"seed", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "bias", b"bias", "biased_token", b"biased_token", "frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
+    _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
 
 Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
 
@@ -290,6 +324,7 @@ class Submit(_message.Message):
     REMAINING_MS_FIELD_NUMBER: _builtins.int
     PREFILL_ADDRESSES_FIELD_NUMBER: _builtins.int
     PREFILL_EPOCH_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """the router's number for this request; unique within the Session"""
     request_id: _builtins.str
@@ -301,6 +336,8 @@ class Submit(_message.Message):
     remaining_ms: _builtins.int
     """time to the request's deadline"""
     prefill_epoch: _builtins.int
+    min_tokens: _builtins.int
+    """no stop token is drawn before"""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """the prompt, image placeholders expanded"""
@@ -337,10 +374,11 @@ class Submit(_message.Message):
         remaining_ms: _builtins.int = ...,
         prefill_addresses: _abc.Iterable[_builtins.str] | None = ...,
         prefill_epoch: _builtins.int = ...,
+        min_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "handle", b"handle", "ignore_eos", b"ignore_eos", "images", b"images", "max_tokens", b"max_tokens", "prefill_addresses", b"prefill_addresses", "prefill_epoch", b"prefill_epoch", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "tokens", b"tokens", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "handle", b"handle", "ignore_eos", b"ignore_eos", "images", b"images", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "prefill_addresses", b"prefill_addresses", "prefill_epoch", b"prefill_epoch", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "tokens", b"tokens", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -412,6 +450,7 @@ class StepReport(_message.Message):
     FINISHED_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def handle(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -430,6 +469,10 @@ class StepReport(_message.Message):
     def failed(self) -> _containers.RepeatedCompositeFieldContainer[Global___Failed]: ...
     @_builtins.property
     def load(self) -> Global___Load: ...
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Logprobs]:
+        """of the tokens whose requests asked for them"""
+
     def __init__(
         self,
         *,
@@ -441,14 +484,50 @@ class StepReport(_message.Message):
         finished: _abc.Iterable[Global___Finished] | None = ...,
         failed: _abc.Iterable[Global___Failed] | None = ...,
         load: Global___Load | None = ...,
+        logprobs: _abc.Iterable[Global___Logprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choice", b"choice", "failed", b"failed", "finished", b"finished", "handle", b"handle", "index", b"index", "load", b"load", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choice", b"choice", "failed", b"failed", "finished", b"finished", "handle", b"handle", "index", b"index", "load", b"load", "logprobs", b"logprobs", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepReport: _TypeAlias = StepReport  # noqa: Y015
+
+@_typing.final
+class Logprobs(_message.Message):
+    """How probable one token was, by the model's own logits."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROW_FIELD_NUMBER: _builtins.int
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    TOP_TOKEN_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROB_FIELD_NUMBER: _builtins.int
+    row: _builtins.int
+    """of the columns of its report"""
+    logprob: _builtins.float
+    @_builtins.property
+    def top_token(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """the most probable ones, best first"""
+
+    @_builtins.property
+    def top_logprob(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        row: _builtins.int = ...,
+        logprob: _builtins.float = ...,
+        top_token: _abc.Iterable[_builtins.int] | None = ...,
+        top_logprob: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "row", b"row", "top_logprob", b"top_logprob", "top_token", b"top_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Logprobs: _TypeAlias = Logprobs  # noqa: Y015
 
 @_typing.final
 class Finished(_message.Message):

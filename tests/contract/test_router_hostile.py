@@ -9,7 +9,7 @@ import json
 import re
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -22,7 +22,7 @@ from slipstream import checkpoint
 from slipstream.checkpoint import DEMO
 from slipstream.errors import SlipstreamError
 from slipstream.text.tokenizer import Tokenizer
-from slipstream.types import Role
+from slipstream.types import Logprobs, Role
 from slipstream.v1 import worker_pb2 as pb
 from tests.support.scripted_router import MODEL, Front, Later, events, front, refused
 
@@ -173,7 +173,7 @@ class Ear:
         self.heard: list[Any] = []
         self.ended = asyncio.Event()
 
-    def on_tokens(self, attempt: int, rows: Sequence[tuple[int, int]]) -> None:
+    def on_tokens(self, attempt: int, rows: Sequence[tuple[int, int]], logprobs: Mapping[int, Logprobs]) -> None:
         self.heard.append(list(rows))
         if self.breaks:
             raise KeyError("a bug")
