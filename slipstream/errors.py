@@ -102,6 +102,12 @@ class BusyError(UnavailableError):
     code = "busy"
 
 
+class PreemptedError(UnavailableError):
+    """Decode took the request's memory back for older ones; the router resumes it from the tokens that it has."""
+
+    code = "preempted"
+
+
 class LeaseExpiredError(UnavailableError):
     """A parked transfer found no decode replica in time."""
 

@@ -165,6 +165,29 @@ class EngineLoad:
     running: int
     parked: int
     free_blocks: int
+    """Blocks that a request could have now: unused ones, and cached ones that nobody reads."""
     total_blocks: int
     free_state_slots: int
     total_state_slots: int
+    cached_blocks: int = 0
+    """Blocks of the prefix cache, read or not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineCounters:
+    """What an engine has done since it started; every field only grows."""
+
+    steps: int = 0
+    step_seconds: float = 0.0
+    prompt_tokens: int = 0
+    """Of prompts that got their memory here to be computed, cached ones included."""
+    cached_tokens: int = 0
+    """Of those, the ones found in the prefix cache."""
+    landed_tokens: int = 0
+    """Of prompts that came from prefill, those already here included."""
+    reused_tokens: int = 0
+    """Of those, the ones that were here in the prefix cache, so that their KV did not travel."""
+    output_tokens: int = 0
+    """Drawn here."""
+    preemptions: int = 0
+    evicted_blocks: int = 0

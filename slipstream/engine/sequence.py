@@ -19,8 +19,18 @@ class GenerationRequest:
     """The prompt, image placeholders expanded."""
     grids: tuple[Grid, ...] = ()
     """One per image, in prompt order."""
+    images: tuple[bytes, ...] = ()
+    """Content hash of each image, where the caller knows them: without, a prompt with images is not cached."""
     sampling: SamplingParams
     stop: StopParams
+    choices: tuple[int, ...] = (0,)
+    """Numbers of the choices that are wanted, ascending: each is drawn by itself from the same prompt."""
+    output: tuple[int, ...] = ()
+    """Resume: what the one choice has put out so far. Computed like a prompt, counted as output."""
+    priority: int = 0
+    """Lower goes first."""
+    cache_salt: str = ""
+    """Requests of different salts share no cached block."""
 
 
 class State(enum.Enum):

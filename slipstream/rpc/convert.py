@@ -17,6 +17,7 @@ _REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FI
 # The most specific kind first: an error takes the first row that it is an instance of.
 _CODES: tuple[tuple[type[SlipstreamError], pb.ErrorCode.ValueType], ...] = (
     (errors.LeaseExpiredError, pb.ERROR_CODE_LEASE_EXPIRED),
+    (errors.PreemptedError, pb.ERROR_CODE_PREEMPTED),
     (errors.BusyError, pb.ERROR_CODE_BUSY),
     (errors.IncompatibleError, pb.ERROR_CODE_INCOMPATIBLE),
     (errors.UnavailableError, pb.ERROR_CODE_UNAVAILABLE),
@@ -36,6 +37,7 @@ _KINDS: dict[int, type[SlipstreamError]] = {
     pb.ERROR_CODE_CANCELLED: errors.CancelledError,
     pb.ERROR_CODE_LEASE_EXPIRED: errors.LeaseExpiredError,
     pb.ERROR_CODE_INCOMPATIBLE: errors.IncompatibleError,
+    pb.ERROR_CODE_PREEMPTED: errors.PreemptedError,
 }
 
 
@@ -52,13 +54,13 @@ def role_from_pb(role: int) -> Role:
     raise InternalError(f"a worker says that its role is {role}, which this version does not know; update the older side")
 
 
-def finish_to_pb(reason: FinishReason) -> pb.FinishReason.ValueType:
-    """The wire's name of a finish reason."""
-    return _REASONS[reason]
+def finish_to_pb(reason: FinishReason | None) -> pb.FinishReason.ValueType:
+    """The wire's name of a finish reason; None: the choice goes on."""
+    return pb.FINISH_REASON_UNSPECIFIED if reason is None else _REASONS[reason]
 
 
 def finish_from_pb(reason: int) -> FinishReason | None:
-    """None for unspecified (the leg was handed off) and for a reason of a later version."""
+    """None for unspecified (the choice goes on) and for a reason of a later version."""
     for ours, theirs in _REASONS.items():
         if theirs == reason:
             return ours

@@ -219,18 +219,22 @@ class Begin(_message.Message):
 
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_LAYERS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     num_tokens: _builtins.int
-    """of the prompt: KV rows that will come for every attention layer"""
+    """of the prompt"""
     num_layers: _builtins.int
+    cached_tokens: _builtins.int
+    """of the prompt's beginning, that prefill has cached and need not compute"""
     def __init__(
         self,
         *,
         num_tokens: _builtins.int = ...,
         num_layers: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_layers", b"num_layers", "num_tokens", b"num_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "num_layers", b"num_layers", "num_tokens", b"num_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -241,16 +245,20 @@ class Ready(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LANDING_FIELD_NUMBER: _builtins.int
+    HAVE_TOKENS_FIELD_NUMBER: _builtins.int
     landing: _builtins.bytes
     """where a one-sided channel may write; empty on grpc"""
+    have_tokens: _builtins.int
+    """of the prompt's beginning, whole blocks, that the destination has: their KV is not sent"""
     def __init__(
         self,
         *,
         landing: _builtins.bytes = ...,
+        have_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["landing", b"landing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["have_tokens", b"have_tokens", "landing", b"landing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -316,6 +324,7 @@ class Handoff(_message.Message):
     version: _builtins.int
     request_id: _builtins.str
     prompt_tokens: _builtins.int
+    """whose state travels; in a resumed request with its output before"""
     state_token_count: _builtins.int
     """the recurrent state is the state after exactly so many tokens"""
     cached_tokens: _builtins.int
@@ -353,18 +362,22 @@ class Choice(_message.Message):
 
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
     first_token: _builtins.int
     finished: _builtins.bool
     """the first token ended this choice: nothing to decode"""
+    choice: _builtins.int
+    """its number in the request"""
     def __init__(
         self,
         *,
         first_token: _builtins.int = ...,
         finished: _builtins.bool = ...,
+        choice: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "first_token", b"first_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "finished", b"finished", "first_token", b"first_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -77,6 +77,8 @@ class _ErrorCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorCode.V
     ERROR_CODE_INCOMPATIBLE: _ErrorCode.ValueType  # 7
     """the pair's layouts differ"""
     ERROR_CODE_INTERNAL: _ErrorCode.ValueType  # 8
+    ERROR_CODE_PREEMPTED: _ErrorCode.ValueType  # 9
+    """decode needs its memory for older requests; what it has reported so far can be gone on from"""
 
 class ErrorCode(_ErrorCode, metaclass=_ErrorCodeEnumTypeWrapper): ...
 
@@ -94,6 +96,8 @@ ERROR_CODE_LEASE_EXPIRED: ErrorCode.ValueType  # 6
 ERROR_CODE_INCOMPATIBLE: ErrorCode.ValueType  # 7
 """the pair's layouts differ"""
 ERROR_CODE_INTERNAL: ErrorCode.ValueType  # 8
+ERROR_CODE_PREEMPTED: ErrorCode.ValueType  # 9
+"""decode needs its memory for older requests; what it has reported so far can be gone on from"""
 Global___ErrorCode: _TypeAlias = ErrorCode  # noqa: Y015
 
 @_typing.final
@@ -133,6 +137,7 @@ class WorkerInfo(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     TENSOR_PARALLEL_FIELD_NUMBER: _builtins.int
     PIPELINE_PARALLEL_FIELD_NUMBER: _builtins.int
+    METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     epoch: _builtins.int
     """differs after every restart of the gang"""
@@ -155,6 +160,8 @@ class WorkerInfo(_message.Message):
     dtype: _builtins.str
     tensor_parallel: _builtins.int
     pipeline_parallel: _builtins.int
+    metrics_address: _builtins.str
+    """host:port that serves GET /metrics; empty: none"""
     @_builtins.property
     def cache_store_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """one per rank, in rank order"""
@@ -180,10 +187,11 @@ class WorkerInfo(_message.Message):
         dtype: _builtins.str = ...,
         tensor_parallel: _builtins.int = ...,
         pipeline_parallel: _builtins.int = ...,
+        metrics_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cache_store_addresses", b"cache_store_addresses", "compatibility_hash", b"compatibility_hash", "device", b"device", "draining", b"draining", "dtype", b"dtype", "epoch", b"epoch", "max_context", b"max_context", "max_running", b"max_running", "model_name", b"model_name", "pid", b"pid", "pipeline_parallel", b"pipeline_parallel", "replica_id", b"replica_id", "role", b"role", "tensor_parallel", b"tensor_parallel", "total_blocks", b"total_blocks", "total_state_slots", b"total_state_slots", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cache_store_addresses", b"cache_store_addresses", "compatibility_hash", b"compatibility_hash", "device", b"device", "draining", b"draining", "dtype", b"dtype", "epoch", b"epoch", "max_context", b"max_context", "max_running", b"max_running", "metrics_address", b"metrics_address", "model_name", b"model_name", "pid", b"pid", "pipeline_parallel", b"pipeline_parallel", "replica_id", b"replica_id", "role", b"role", "tensor_parallel", b"tensor_parallel", "total_blocks", b"total_blocks", "total_state_slots", b"total_state_slots", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -325,6 +333,10 @@ class Submit(_message.Message):
     PREFILL_ADDRESSES_FIELD_NUMBER: _builtins.int
     PREFILL_EPOCH_FIELD_NUMBER: _builtins.int
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
+    OUTPUT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """the router's number for this request; unique within the Session"""
     request_id: _builtins.str
@@ -338,13 +350,17 @@ class Submit(_message.Message):
     prefill_epoch: _builtins.int
     min_tokens: _builtins.int
     """no stop token is drawn before"""
+    priority: _builtins.int
+    """lower goes first; 0 is usual"""
+    cache_salt: _builtins.str
+    """requests of different salts share no cached block"""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """the prompt, image placeholders expanded"""
 
     @_builtins.property
     def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___Image]:
-        """in prompt order; for prefill only (decode never sees pixels)"""
+        """in prompt order, on both legs: their hashes name cached blocks (decode never sees pixels)"""
 
     @_builtins.property
     def sampling(self) -> Global___Sampling: ...
@@ -356,6 +372,16 @@ class Submit(_message.Message):
     def prefill_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Decode only: where the prompt is computed.
         CacheStore addresses in rank order
+        """
+
+    @_builtins.property
+    def choices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """numbers of the choices that are wanted, ascending; none: choice 0"""
+
+    @_builtins.property
+    def output(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Resume: what the one choice has put out so far. The replicas compute it like a prompt and count it as output: penalties,
+        max_tokens, min_tokens, indexes and randomness go on as if nothing had happened.
         """
 
     def __init__(
@@ -375,10 +401,14 @@ class Submit(_message.Message):
         prefill_addresses: _abc.Iterable[_builtins.str] | None = ...,
         prefill_epoch: _builtins.int = ...,
         min_tokens: _builtins.int = ...,
+        choices: _abc.Iterable[_builtins.int] | None = ...,
+        output: _abc.Iterable[_builtins.int] | None = ...,
+        priority: _builtins.int = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "handle", b"handle", "ignore_eos", b"ignore_eos", "images", b"images", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "prefill_addresses", b"prefill_addresses", "prefill_epoch", b"prefill_epoch", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "tokens", b"tokens", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "choices", b"choices", "handle", b"handle", "ignore_eos", b"ignore_eos", "images", b"images", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "output", b"output", "prefill_addresses", b"prefill_addresses", "prefill_epoch", b"prefill_epoch", "priority", b"priority", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "tokens", b"tokens", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -451,6 +481,7 @@ class StepReport(_message.Message):
     FAILED_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    FINISH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def handle(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -473,6 +504,10 @@ class StepReport(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Logprobs]:
         """of the tokens whose requests asked for them"""
 
+    @_builtins.property
+    def finish(self) -> _containers.RepeatedScalarFieldContainer[Global___FinishReason.ValueType]:
+        """a column: why the token ends its choice; unspecified: the choice goes on"""
+
     def __init__(
         self,
         *,
@@ -485,10 +520,11 @@ class StepReport(_message.Message):
         failed: _abc.Iterable[Global___Failed] | None = ...,
         load: Global___Load | None = ...,
         logprobs: _abc.Iterable[Global___Logprobs] | None = ...,
+        finish: _abc.Iterable[Global___FinishReason.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choice", b"choice", "failed", b"failed", "finished", b"finished", "handle", b"handle", "index", b"index", "load", b"load", "logprobs", b"logprobs", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choice", b"choice", "failed", b"failed", "finish", b"finish", "finished", b"finished", "handle", b"handle", "index", b"index", "load", b"load", "logprobs", b"logprobs", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -531,20 +567,18 @@ Global___Logprobs: _TypeAlias = Logprobs  # noqa: Y015
 
 @_typing.final
 class Finished(_message.Message):
+    """The leg has ended well; how its choices ended was told with their last tokens."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     HANDLE_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
-    CHOICE_FIELD_NUMBER: _builtins.int
-    REASON_FIELD_NUMBER: _builtins.int
     HANDED_OFF_FIELD_NUMBER: _builtins.int
     STATS_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     attempt: _builtins.int
-    choice: _builtins.int
-    reason: Global___FinishReason.ValueType
     handed_off: _builtins.bool
-    """Handed off: this leg is done and the other one goes on (prefill only; reason is unspecified then)."""
+    """prefill only: a choice goes on, and decode has its state"""
     @_builtins.property
     def stats(self) -> Global___LegStats: ...
     def __init__(
@@ -552,14 +586,12 @@ class Finished(_message.Message):
         *,
         handle: _builtins.int = ...,
         attempt: _builtins.int = ...,
-        choice: _builtins.int = ...,
-        reason: Global___FinishReason.ValueType = ...,
         handed_off: _builtins.bool = ...,
         stats: Global___LegStats | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["stats", b"stats"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choice", b"choice", "handed_off", b"handed_off", "handle", b"handle", "reason", b"reason", "stats", b"stats"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "handed_off", b"handed_off", "handle", b"handle", "stats", b"stats"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -759,3 +791,102 @@ class DrainReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainReply: _TypeAlias = DrainReply  # noqa: Y015
+
+@_typing.final
+class InspectRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InspectRequest: _TypeAlias = InspectRequest  # noqa: Y015
+
+@_typing.final
+class InspectReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KERNELS_FIELD_NUMBER: _builtins.int
+    HOLDINGS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def kernels(self) -> _containers.RepeatedCompositeFieldContainer[Global___Kernel]: ...
+    @_builtins.property
+    def holdings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Holding]: ...
+    def __init__(
+        self,
+        *,
+        kernels: _abc.Iterable[Global___Kernel] | None = ...,
+        holdings: _abc.Iterable[Global___Holding] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holdings", b"holdings", "kernels", b"kernels"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InspectReply: _TypeAlias = InspectReply  # noqa: Y015
+
+@_typing.final
+class Kernel(_message.Message):
+    """One row of the kernel table."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OP_FIELD_NUMBER: _builtins.int
+    IMPLEMENTATION_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    op: _builtins.str
+    implementation: _builtins.str
+    reason: _builtins.str
+    """why this one was chosen"""
+    def __init__(
+        self,
+        *,
+        op: _builtins.str = ...,
+        implementation: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["implementation", b"implementation", "op", b"op", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Kernel: _TypeAlias = Kernel  # noqa: Y015
+
+@_typing.final
+class Holding(_message.Message):
+    """What one owner holds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OWNER_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    STATE_SLOTS_FIELD_NUMBER: _builtins.int
+    owner: _builtins.str
+    """free, sequence, reservation, transfer, cache"""
+    request_id: _builtins.str
+    """empty for free and cache"""
+    blocks: _builtins.int
+    state_slots: _builtins.int
+    def __init__(
+        self,
+        *,
+        owner: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+        blocks: _builtins.int = ...,
+        state_slots: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "owner", b"owner", "request_id", b"request_id", "state_slots", b"state_slots"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Holding: _TypeAlias = Holding  # noqa: Y015

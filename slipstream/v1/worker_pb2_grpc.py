@@ -55,6 +55,11 @@ class WorkerStub:
                 request_serializer=slipstream_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
                 response_deserializer=slipstream_dot_v1_dot_worker__pb2.DrainReply.FromString,
                 _registered_method=True)
+        self.Inspect = channel.unary_unary(
+                '/slipstream.worker.v1.Worker/Inspect',
+                request_serializer=slipstream_dot_v1_dot_worker__pb2.InspectRequest.SerializeToString,
+                response_deserializer=slipstream_dot_v1_dot_worker__pb2.InspectReply.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -89,6 +94,13 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Inspect(self, request, context):
+        """Which kernels run, and who owns every block and state slot now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -111,6 +123,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=slipstream_dot_v1_dot_worker__pb2.DrainRequest.FromString,
                     response_serializer=slipstream_dot_v1_dot_worker__pb2.DrainReply.SerializeToString,
+            ),
+            'Inspect': grpc.unary_unary_rpc_method_handler(
+                    servicer.Inspect,
+                    request_deserializer=slipstream_dot_v1_dot_worker__pb2.InspectRequest.FromString,
+                    response_serializer=slipstream_dot_v1_dot_worker__pb2.InspectReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -222,6 +239,33 @@ class Worker:
             '/slipstream.worker.v1.Worker/Drain',
             slipstream_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
             slipstream_dot_v1_dot_worker__pb2.DrainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Inspect(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.worker.v1.Worker/Inspect',
+            slipstream_dot_v1_dot_worker__pb2.InspectRequest.SerializeToString,
+            slipstream_dot_v1_dot_worker__pb2.InspectReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,8 @@ class WorkerStub:
     """Pixels travel beside the Session, so that nobody's Cancel waits behind a picture."""
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainReply]
     """Stop admitting; the reply comes when the last request has ended or the time is over."""
+    Inspect: _grpc.UnaryUnaryMultiCallable[_worker_pb2.InspectRequest, _worker_pb2.InspectReply]
+    """Which kernels run, and who owns every block and state slot now."""
 
 @_typing.type_check_only
 class WorkerAsyncStub(WorkerStub):
@@ -55,6 +57,8 @@ class WorkerAsyncStub(WorkerStub):
     """Pixels travel beside the Session, so that nobody's Cancel waits behind a picture."""
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainReply]  # type: ignore[assignment]
     """Stop admitting; the reply comes when the last request has ended or the time is over."""
+    Inspect: _aio.UnaryUnaryMultiCallable[_worker_pb2.InspectRequest, _worker_pb2.InspectReply]  # type: ignore[assignment]
+    """Which kernels run, and who owns every block and state slot now."""
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
     """Served by rank 0 of every replica."""
@@ -90,5 +94,13 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.DrainReply, _abc.Awaitable[_worker_pb2.DrainReply]]:
         """Stop admitting; the reply comes when the last request has ended or the time is over."""
+
+    @_abc_1.abstractmethod
+    def Inspect(
+        self,
+        request: _worker_pb2.InspectRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.InspectReply, _abc.Awaitable[_worker_pb2.InspectReply]]:
+        """Which kernels run, and who owns every block and state slot now."""
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
