@@ -1,7 +1,7 @@
 """Decides whether a prompt may land here now, and when a refused one should ask again. Pure; knows no pool and no clock.
 
-Memory for a prompt and all its output is taken before its first byte comes, so a sequence that was admitted always ends. A
-refused request keeps its place: until it comes back, smaller ones are let in only if they leave what it needs.
+Memory for a prompt and the beginning of its output is taken before its first byte comes. A refused request keeps its place:
+until it comes back, smaller ones are let in only if they leave what it needs.
 """
 
 from __future__ import annotations
@@ -27,14 +27,18 @@ class Busy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Claim:
+class Need:
+    """What a request starts with."""
+
     blocks: int
+    slots: int = 1
+    """State slots, one per choice; they count only for a model that has any."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Claim:
+    need: Need
     refused_at: float
-
-
-def blocks_needed(prompt_tokens: int, max_tokens: int, *, max_context: int, block_size: int) -> int:
-    """Blocks of a prompt and all its output; the last output token is never fed back, so it needs no row."""
-    return -(-(prompt_tokens + min(max_tokens, max_context - prompt_tokens) - 1) // block_size)
 
 
 class Admission:
@@ -45,28 +49,31 @@ class Admission:
         self._holding: set[str] = set()
         self._ends: deque[float] = deque(maxlen=REMEMBERED_ENDS)
 
-    def ask(self, name: str, blocks: int, load: EngineLoad, now: float) -> Busy | None:
-        """None: request `name` may try to take `blocks` (and a slot, where the model has them)."""
+    def ask(self, name: str, need: Need, load: EngineLoad, now: float) -> Busy | None:
+        """None: request `name` may try to take what it needs."""
         self._expire(now)
         head = next(iter(self._line), None)
         if head is None or head == name:
             return None
-        left_blocks = load.free_blocks - blocks
-        left_slots = load.free_state_slots - 1
-        if left_blocks >= self._line[head].blocks and (not load.total_state_slots or left_slots >= 1):
+        first = self._line[head].need
+        left_blocks = load.free_blocks - need.blocks
+        left_slots = load.free_state_slots - need.slots
+        if left_blocks >= first.blocks and (not load.total_state_slots or left_slots >= first.slots):
             return None
-        return self._refuse(name, blocks, now, f"{len(self._line)} requests wait for memory on this replica")
+        return self._refuse(name, need, now, f"{len(self._line)} requests wait for memory on this replica")
 
-    def refused(self, name: str, blocks: int, load: EngineLoad, now: float) -> Busy:
+    def refused(self, name: str, need: Need, load: EngineLoad, now: float) -> Busy:
         """The pools could not serve request `name`."""
         self._expire(now)
-        if load.total_state_slots and not load.free_state_slots:
-            reason = f"all {load.total_state_slots} state slots of this replica are in use"
-        elif blocks > load.free_blocks:
-            reason = f"{blocks} blocks are needed, {load.free_blocks} of {load.total_blocks} are free on this replica"
+        if load.total_state_slots and load.free_state_slots < need.slots:
+            reason = (f"{need.slots} state slots are needed, {load.free_state_slots} of {load.total_state_slots} are free on "
+                      "this replica")
+        elif need.blocks > load.free_blocks:
+            reason = f"{need.blocks} blocks are needed, {load.free_blocks} of {load.total_blocks} are free on this replica"
         else:
-            reason = f"{load.running} sequences run on this replica, which is its limit"
-        return self._refuse(name, blocks, now, reason)
+            reason = (f"{load.running} sequences run on this replica: that is its limit, or what is free is kept for their "
+                      "growth")
+        return self._refuse(name, need, now, reason)
 
     def admitted(self, name: str) -> None:
         """The request has its memory: it waits no more."""
@@ -79,8 +86,8 @@ class Admission:
             self._holding.remove(name)
             self._ends.append(now)
 
-    def _refuse(self, name: str, blocks: int, now: float, reason: str) -> Busy:
-        self._line[name] = _Claim(blocks=blocks, refused_at=now)  # a name that is in the line keeps its place
+    def _refuse(self, name: str, need: Need, now: float, reason: str) -> Busy:
+        self._line[name] = _Claim(need=need, refused_at=now)  # a name that is in the line keeps its place
         place = 1 + list(self._line).index(name)
         seconds = min(MAX_RETRY_SECONDS, max(MIN_RETRY_SECONDS, place * self._interval(now)))
         return Busy(reason=reason, retry_after_seconds=seconds)

@@ -9,15 +9,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 
+from cache_transfer.handoff import Handoff
 from cache_transfer.load import CacheLoader, Loaded
 from cache_transfer.memory import Landing
-from decode.admission import Admission, Busy, blocks_needed
+from decode.admission import Admission, Busy, Need
 from slipstream.engine.engine import Engine, Reservation
 from slipstream.engine.sequence import Timing
 from slipstream.errors import BusyError, ProtocolError, SlipstreamError
-from slipstream.types import FinishReason, MropeState, TokenEvent
-from worker.jobs import Job
+from slipstream.types import TokenEvent
+from worker.jobs import Job, PromptDone
 from worker.replica import Replica
 
 logger = logging.getLogger(__name__)
@@ -40,7 +42,7 @@ class DecodeWorker:
         job.stats.cached_tokens = loaded.handoff.cached_tokens
         goes_on = False
         try:
-            goes_on = await self._commit(job, loaded)
+            goes_on = await self._commit(job, loaded.handoff)
         finally:
             closing = asyncio.create_task(loaded.close(committed=goes_on or loaded.handoff.finished))
             self._closing.add(closing)
@@ -53,13 +55,14 @@ class DecodeWorker:
         busy: list[Busy] = []
 
         async def admit(num_tokens: int) -> Landing | None:
-            if num_tokens != len(job.request.tokens):
-                raise ProtocolError(f"prefill computes {num_tokens} tokens, the router told {len(job.request.tokens)}")
+            told = len(job.request.tokens) + len(job.request.output)
+            if num_tokens != told:
+                raise ProtocolError(f"prefill computes {num_tokens} tokens, the router told {told}")
             answer = await self._replica.call(lambda engine: self._reserve(engine, job))
             if isinstance(answer, Busy):
                 busy.append(answer)
                 return None
-            return Landing(blocks=answer.blocks, state_slot=answer.state_slot)
+            return Landing(blocks=answer.blocks, state_slot=answer.state_slot, have_tokens=answer.have_tokens)
 
         submit = job.submit
         try:
@@ -74,29 +77,26 @@ class DecodeWorker:
 
     def _reserve(self, engine: Engine, job: Job) -> Reservation | Busy:
         """On the engine thread: decide and take at once, so that nobody comes between."""
-        load, now = engine.load(), time.monotonic()
-        replica, request = self._replica, job.request
-        blocks = blocks_needed(len(request.tokens), request.stop.max_tokens, max_context=replica.max_context,
-                               block_size=replica.config.engine.block_size)
-        name = job.submit.transfer_id
-        if busy := self._admission.ask(name, blocks, load, now):
+        load, now, name = engine.load(), time.monotonic(), job.submit.transfer_id
+        need = Need(blocks=engine.demand(job.request), slots=len(job.request.choices))
+        if busy := self._admission.ask(name, need, load, now):
             return busy
-        reservation = engine.reserve(request)
+        reservation = engine.reserve(job.request)
         if reservation is None:
-            return self._admission.refused(name, blocks, load, now)
+            return self._admission.refused(name, need, load, now)
         self._admission.admitted(name)
         return reservation
 
-    async def _commit(self, job: Job, loaded: Loaded) -> bool:
-        """Start decoding; False if the first token ended the request."""
-        choice = loaded.handoff.choices[0]
-        if choice.finished:
-            stop = job.request.stop
-            stopped = not stop.ignore_eos and choice.first_token in stop.stop_token_ids
-            job.finish(FinishReason.STOP if stopped else FinishReason.LENGTH)
+    async def _commit(self, job: Job, handoff: Handoff) -> bool:
+        """Start decoding; False if the first tokens ended every choice."""
+        told = tuple(choice.choice for choice in handoff.choices)
+        if told != job.request.choices:
+            raise ProtocolError(f"prefill hands over choices {told}, the router told {job.request.choices}")
+        if handoff.finished:
+            job.finish(handed_off=False)
             return False
-        await self._replica.call(lambda engine: engine.commit(job.request.id, first_tokens=[choice.first_token],
-                                                              mrope=loaded.handoff.mrope))
+        await self._replica.call(lambda engine: engine.commit(
+            job.request.id, first_tokens=[choice.first_token for choice in handoff.choices], mrope=handoff.mrope))
         return True
 
     async def clean_up(self, job: Job, error: SlipstreamError | None) -> None:
@@ -107,13 +107,13 @@ class DecodeWorker:
 
         await self._replica.call(end)
 
-    def on_token(self, job: Job, event: TokenEvent, timing: Timing | None, mrope: MropeState | None) -> None:
-        """Output 1 and up."""
-        job.token(event)
-        if event.finish is None:
+    def on_tokens(self, job: Job, events: Sequence[TokenEvent], timing: Timing | None, prompt: PromptDone | None) -> None:
+        """The second token of each choice and those after it."""
+        for event in events:
+            job.token(event)
+        if timing is None:
             return
-        if timing is not None:
-            job.stats.compute_seconds = timing.compute_seconds
-        job.finish(event.finish)
+        job.stats.compute_seconds = timing.compute_seconds
+        job.finish(handed_off=False)
         if not job.ended.done():
             job.ended.set_result(None)

@@ -1,4 +1,4 @@
-"""One request on a prefill replica: pictures, prompt, first token, hand-off. Knows no gRPC.
+"""One request on a prefill replica: pictures, prompt, first tokens, hand-off. Knows no gRPC.
 
 Ledger: the engine owns the prompt's memory; once the transfer was told where it lies, it may be read until the transfer is
 over. So `clean_up` ends the transfer first, waits until it is over, and only then gives the memory back.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cache_transfer.handoff import Handoff, HandoffChoice
@@ -18,14 +19,14 @@ from prefill.images import ImageStore
 from slipstream.engine.sequence import Timing
 from slipstream.errors import CancelledError, SlipstreamError, TransferError
 from slipstream.rpc import convert
-from slipstream.types import MropeState, RequestId, TokenEvent
-from worker.jobs import FirstToken, Job
+from slipstream.types import RequestId, TokenEvent
+from worker.jobs import FirstTokens, Job, PromptDone
 from worker.replica import Replica
 
 logger = logging.getLogger(__name__)
 
 FINISHED_SECONDS = 2.0
-"""How long a prompt whose first token ended it waits for a destination."""
+"""How long a prompt whose first tokens ended it waits for a destination."""
 IMAGE_SECONDS = 15.0
 """Longest wait for a picture that a request names."""
 
@@ -53,18 +54,17 @@ class PrefillWorker:
         """Until the destination has committed, or the transfer failed."""
         held = self._held[job.request.id] = _Held()
         listener = _Listener(self._replica, job, held.over)
-        transfer = held.transfer = self._store.expect(job.submit.transfer_id, job.request.id.name, len(job.request.tokens),
-                                                      listener)
+        transfer = held.transfer = self._store.expect(job.submit.transfer_id, job.request.id.name, _length(job), listener)
         hashes = tuple(convert.image_from_pb(image)[0] for image in job.submit.images)
         pixels = await self._images.pin(hashes, IMAGE_SECONDS)
         held.images = hashes
         await self._replica.call(lambda engine: engine.submit(job.request, pixels, transfer))
-        first = await job.first_token
+        first = await job.first_tokens
         self._unpin(held)
         transfer.finish(_handoff(job, first))
-        if first.event.finish is None:
+        if not first.finished:
             await held.over.wait()
-            job.finish(None)
+            job.finish(handed_off=True)
         elif not listener.is_parked:  # the answer is complete; give a destination that is on its way the time to hear of it
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(held.over.wait(), FINISHED_SECONDS)
@@ -83,16 +83,19 @@ class PrefillWorker:
         else:
             await self._replica.call(lambda engine: engine.abort(job.request.id))
 
-    def on_token(self, job: Job, event: TokenEvent, timing: Timing | None, mrope: MropeState | None) -> None:
-        """Output 0, the only token drawn here."""
-        assert mrope is not None, "a prompt's first token comes with its position state"
+    def on_tokens(self, job: Job, events: Sequence[TokenEvent], timing: Timing | None, prompt: PromptDone | None) -> None:
+        """The first token of each choice, the only ones drawn here."""
+        assert prompt is not None, "a prompt's first tokens come with what is known of it"
+        first = FirstTokens(events=tuple(events), prompt=prompt)
+        job.stats.cached_tokens = prompt.cached_tokens
         if timing is not None:
             job.stats.queue_seconds, job.stats.compute_seconds = timing.queue_seconds, timing.compute_seconds
-        job.token(event)
-        if event.finish is not None:
-            job.finish(event.finish)
-        if not job.first_token.done():
-            job.first_token.set_result(FirstToken(event, mrope))
+        for event in events:
+            job.token(event)
+        if first.finished:
+            job.finish(handed_off=False)
+        if not job.first_tokens.done():
+            job.first_tokens.set_result(first)
 
     def _unpin(self, held: _Held) -> None:
         hashes, held.images = held.images, ()
@@ -117,7 +120,7 @@ class _Listener:
         """No destination for now."""
         logger.info("parked: %s", reason, extra={"request_id": str(self._job)})
         self.is_parked = True
-        if self._job.told:  # its first token ended it and nobody will come again for it
+        if self._job.told:  # its first tokens ended it and nobody will come again for it
             self._job.abandon(CancelledError("the request is over"))
         self._replica.tell(lambda engine: engine.mark_parked(self._job.request.id))
 
@@ -133,7 +136,13 @@ class _Listener:
         self._job.abandon(error)
 
 
-def _handoff(job: Job, first: FirstToken) -> Handoff:
-    tokens = len(job.request.tokens)
-    return Handoff(request_id=job.request.id.name, prompt_tokens=tokens, state_token_count=tokens, mrope=first.mrope,
-                   choices=(HandoffChoice(first_token=first.event.token, finished=first.event.finish is not None),))
+def _length(job: Job) -> int:
+    """Tokens whose state travels: the prompt, and in a resumed request its output so far."""
+    return len(job.request.tokens) + len(job.request.output)
+
+
+def _handoff(job: Job, first: FirstTokens) -> Handoff:
+    choices = tuple(HandoffChoice(choice=event.choice, first_token=event.token, finished=event.finish is not None)
+                    for event in first.events)
+    return Handoff(request_id=job.request.id.name, prompt_tokens=_length(job), state_token_count=_length(job),
+                   mrope=first.prompt.mrope, cached_tokens=first.prompt.cached_tokens, choices=choices)

@@ -54,6 +54,13 @@ class EngineConfig:
     """Longest piece of one prompt in one step; 0: only the token budget limits it."""
     max_context: int = 0
     """Longest prompt plus output; 0: the checkpoint's own limit."""
+    growth_tokens: int = 256
+    """Output tokens for which a sequence has memory from the start; it grows block by block after that."""
+    prefix_cache: bool = True
+    """Keep what was computed, and find it again for prompts that begin alike."""
+    state_snapshots: int = 64
+    """Recurrent states that a prefill replica of a hybrid model keeps for the prefix cache; each needs as much memory as a
+    running sequence's. 0: prompts of hybrid models are always computed from their start."""
     threads: int = 1
     """Torch threads of a CPU rank."""
 
@@ -286,7 +293,8 @@ def _check(config: Config) -> None:
     positive = {
         "engine.block_size": engine.block_size, "engine.kv_cache_tokens": engine.kv_cache_tokens,
         "engine.max_running": engine.max_running, "engine.max_batch_tokens": engine.max_batch_tokens,
-        "engine.threads": engine.threads, "transfer.frame_bytes": config.transfer.frame_bytes,
+        "engine.threads": engine.threads, "engine.growth_tokens": engine.growth_tokens,
+        "transfer.frame_bytes": config.transfer.frame_bytes,
         "router.max_in_flight": config.router.max_in_flight,
     }
     for name, value in positive.items():
@@ -296,6 +304,9 @@ def _check(config: Config) -> None:
         raise ConfigError(f"engine.max_running ({engine.max_running}) must not exceed engine.max_batch_tokens "
                           f"({engine.max_batch_tokens}): every running sequence decodes one token a step",
                           field="engine.max_running")
+    if engine.state_snapshots < 0:
+        raise ConfigError(f"engine.state_snapshots must be at least 0, not {engine.state_snapshots}",
+                          field="engine.state_snapshots")
     if not 0 < config.transfer.parked_fraction <= 1:
         raise ConfigError(f"transfer.parked_fraction must be in (0, 1], not {config.transfer.parked_fraction}",
                           field="transfer.parked_fraction")

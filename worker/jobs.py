@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from slipstream.engine.sequence import GenerationRequest, Timing
@@ -17,12 +18,13 @@ from slipstream.errors import (
     DeadlineError,
     InternalError,
     InvalidRequestError,
+    PreemptedError,
     SlipstreamError,
     UnavailableError,
 )
 from slipstream.observability import logs
 from slipstream.rpc import convert
-from slipstream.types import FinishReason, MropeState, RequestId, TokenEvent
+from slipstream.types import MropeState, RequestId, TokenEvent
 from slipstream.v1 import worker_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -55,7 +57,7 @@ class Job:
         self.stats = pb.LegStats()
         self.told = False
         """The router knows how this leg ended; nothing more is sent."""
-        self.first_token: asyncio.Future[FirstToken] = asyncio.get_running_loop().create_future()
+        self.first_tokens: asyncio.Future[FirstTokens] = asyncio.get_running_loop().create_future()
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the engine has drawn the last token."""
         self._outbox = outbox
@@ -70,13 +72,12 @@ class Job:
         if not self.told:
             self._outbox.token(self.submit.handle, self.submit.attempt, event)
 
-    def finish(self, reason: FinishReason | None) -> None:
-        """Report the end of the leg; None: it was handed off."""
+    def finish(self, *, handed_off: bool) -> None:
+        """Report the end of the leg."""
         if not self.told:
             self.told = True
-            self._outbox.finished(pb.Finished(
-                handle=self.submit.handle, attempt=self.submit.attempt, handed_off=reason is None, stats=self.stats,
-                reason=pb.FINISH_REASON_UNSPECIFIED if reason is None else convert.finish_to_pb(reason)))
+            self._outbox.finished(pb.Finished(handle=self.submit.handle, attempt=self.submit.attempt, handed_off=handed_off,
+                                              stats=self.stats))
 
     def fail(self, error: SlipstreamError) -> None:
         """Report a failure."""
@@ -114,12 +115,25 @@ class Job:
         self._outbox.over(self.submit.handle, self.submit.attempt)
 
 
-class FirstToken:
-    """What prefill knows when a prompt's first token is drawn."""
+@dataclass(frozen=True, kw_only=True)
+class PromptDone:
+    """What the engine knows of a prompt when its first tokens are drawn."""
 
-    def __init__(self, event: TokenEvent, mrope: MropeState) -> None:
-        self.event = event
-        self.mrope = mrope
+    mrope: MropeState
+    cached_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstTokens:
+    """The first token of each choice."""
+
+    events: tuple[TokenEvent, ...]
+    prompt: PromptDone
+
+    @property
+    def finished(self) -> bool:
+        """True if no choice goes on."""
+        return all(event.finish is not None for event in self.events)
 
 
 class RoleWorker(Protocol):
@@ -131,8 +145,8 @@ class RoleWorker(Protocol):
     async def clean_up(self, job: Job, error: SlipstreamError | None) -> None:
         """Fence what may still touch the job's memory, then return it. Called once, after `work`, and never cancelled."""
 
-    def on_token(self, job: Job, event: TokenEvent, timing: Timing | None, mrope: MropeState | None) -> None:
-        """The engine drew a token. `timing`: set on the last one here; `mrope`: set for output 0 of a prompt."""
+    def on_tokens(self, job: Job, events: Sequence[TokenEvent], timing: Timing | None, prompt: PromptDone | None) -> None:
+        """The engine drew tokens in a step. `timing`: set with the last ones here; `prompt`: set with a prompt's first ones."""
 
 
 class Jobs:
@@ -174,19 +188,20 @@ class Jobs:
             if not self._jobs:
                 self.idle.set()
 
-    def on_step(self, tokens: Iterable[tuple[TokenEvent, Timing | None, MropeState | None]],
+    def on_step(self, tokens: Iterable[tuple[Sequence[TokenEvent], Timing | None, PromptDone | None]],
                 failures: Iterable[tuple[RequestId, SlipstreamError]]) -> None:
-        """What one engine step did; all of it is in the outboxes when this returns."""
-        for event, timing, mrope in tokens:
-            if job := self._jobs.get(event.request):
+        """What one engine step did, request by request; all of it is in the outboxes when this returns."""
+        for events, timing, prompt in tokens:
+            if job := self._jobs.get(events[0].request):
                 try:
-                    self._role.on_token(job, event, timing, mrope)
+                    self._role.on_tokens(job, events, timing, prompt)
                 except Exception:
                     logger.exception("a token could not be handled", extra={"request_id": str(job)})
                     job.abandon(InternalError("a fault on this replica ended the request"))
         for id, error in failures:
             if job := self._jobs.get(id):
-                logger.error("the engine failed a request: %s", error, extra={"request_id": str(job)})
+                level = logging.INFO if isinstance(error, PreemptedError) else logging.ERROR
+                logger.log(level, "the engine ended a request: %s", error, extra={"request_id": str(job)})
                 job.abandon(error)
 
     def abandon_all(self, error: Callable[[], SlipstreamError]) -> None:

@@ -25,7 +25,8 @@ from slipstream.engine.loop import EngineLoop
 from slipstream.engine.sequence import Timing
 from slipstream.errors import SlipstreamError, UnavailableError
 from slipstream.layers.batch import AttentionCache
-from slipstream.types import EngineLoad, MropeState, RequestId, Role, TokenEvent
+from slipstream.types import EngineLoad, RequestId, Role, TokenEvent
+from worker.jobs import PromptDone
 from worker.revision import weights_revision
 
 T = TypeVar("T")
@@ -37,8 +38,8 @@ logger = logging.getLogger(__name__)
 class StepNews:
     """What one engine step did, with everything that only the engine thread can look up."""
 
-    tokens: tuple[tuple[TokenEvent, Timing | None, MropeState | None], ...]
-    """Timing: on the request's last token here; M-RoPE state: on output 0 of a prompt that is handed off."""
+    tokens: tuple[tuple[tuple[TokenEvent, ...], Timing | None, PromptDone | None], ...]
+    """By request. Timing: with the request's last tokens here; PromptDone: with the first ones of a prompt of this replica."""
     failures: tuple[tuple[RequestId, SlipstreamError], ...]
     load: EngineLoad
 
@@ -47,14 +48,15 @@ class Replica:
     """What does not depend on a role. Create it before the event loop runs: it loads the weights."""
 
     def __init__(self, config: Config, role: Role) -> None:
-        """`role` only limits parked memory. Raises ConfigError and CheckpointError."""
+        """`role` only limits parked memory and state snapshots. Raises ConfigError and CheckpointError."""
         self.config = config
         self.checkpoint: Checkpoint = checkpoints.read(checkpoints.resolve(config.model.path, hub_cache()))
         self.model_name = config.model.name
         self.device = build.device_of(config.model)
         self.dtype = build.dtype_name(config.model, self.checkpoint, self.device)
         parked = config.transfer.parked_fraction if role is Role.PREFILL else 1.0
-        self._engine: Engine = build.build(self.checkpoint, config.model, config.engine, parked_fraction=parked)
+        self._engine: Engine = build.build(self.checkpoint, config.model, config.engine, parked_fraction=parked,
+                                           state_snapshots=None if role is Role.PREFILL else 0)  # decode gets every state sent
         self.max_context = self._engine.max_context
         self.capacity: EngineLoad = self._engine.load()
         """Of the empty engine: its totals."""
@@ -101,11 +103,18 @@ class Replica:
             self._loop.stop(timeout=30.0)
 
     def _news(self, result: StepResult) -> StepNews:
-        """On the engine thread. Every prompt is handed off here, so output 0 is always that of one."""
+        """On the engine thread."""
         engine = self._engine
-        tokens = tuple((event, result.timings.get(event.request), engine.mrope(event.request) if event.index == 0 else None)
-                       for event in result.events)
+        by_request: dict[RequestId, list[TokenEvent]] = {}
+        for event in result.events:
+            by_request.setdefault(event.request, []).append(event)
+        tokens = tuple((tuple(events), result.timings.get(id), _prompt_done(engine, id) if id in result.handed_off else None)
+                       for id, events in by_request.items())
         return StepNews(tokens=tokens, failures=result.failures, load=self._engine.load())
+
+
+def _prompt_done(engine: Engine, id: RequestId) -> PromptDone:
+    return PromptDone(mrope=engine.mrope(id), cached_tokens=engine.cached_tokens(id))
 
 
 def _log_failure(future: Future[None]) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -148,7 +148,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             if self._jobs.started != started:
                 return  # a request came meanwhile: it may own what it likes
             self._proved = started
-            if self._load != self._replica.capacity:
+            if replace(self._load, cached_blocks=0) != self._replica.capacity:
                 raise InternalError(f"no request runs, but not all memory is free: {self._load}")
         except InternalError as error:
             logger.critical("the ledgers of this replica are wrong: %s", error)

@@ -97,6 +97,7 @@ class Session:
         report.choice.append(event.choice)
         report.index.append(event.index)
         report.token.append(event.token)
+        report.finish.append(convert.finish_to_pb(event.finish))
         if event.logprobs is not None:
             report.logprobs.append(convert.logprobs_to_pb(event.logprobs, len(report.token) - 1))
         self._something.set()
@@ -149,13 +150,13 @@ def make_job(submit: pb.Submit, role: Role, outbox: Session) -> Job:
     """A job out of a Submit. Raises InvalidRequestError for what no replica of this role can serve."""
     if not submit.request_id or not submit.transfer_id:
         raise InvalidRequestError("a Submit needs a request_id and a transfer_id", field="request_id")
-    if role is Role.DECODE:
-        if not submit.prefill_addresses:
-            raise InvalidRequestError("a Submit to a decode replica needs prefill_addresses", field="prefill_addresses")
-        if submit.images:
-            raise InvalidRequestError("decode replicas take no images; send them to prefill only", field="images")
-    grids = tuple(convert.image_from_pb(image)[1] for image in submit.images)
+    if role is Role.DECODE and not submit.prefill_addresses:
+        raise InvalidRequestError("a Submit to a decode replica needs prefill_addresses", field="prefill_addresses")
+    images = [convert.image_from_pb(image) for image in submit.images]
     request = GenerationRequest(
-        id=RequestId(name=submit.request_id, attempt=submit.attempt), tokens=tuple(submit.tokens), grids=grids,
-        sampling=convert.sampling_from_pb(submit.sampling), stop=convert.stop_from_pb(submit))
+        id=RequestId(name=submit.request_id, attempt=submit.attempt), tokens=tuple(submit.tokens),
+        grids=tuple(grid for _, grid in images), images=tuple(name for name, _ in images),
+        sampling=convert.sampling_from_pb(submit.sampling), stop=convert.stop_from_pb(submit),
+        choices=tuple(submit.choices) or (0,), output=tuple(submit.output), priority=submit.priority,
+        cache_salt=submit.cache_salt)
     return Job(submit, request, outbox, asyncio.get_running_loop().time() + submit.remaining_ms / 1000)

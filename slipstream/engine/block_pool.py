@@ -6,7 +6,8 @@ from slipstream.engine.ledger import Ledger, Owner
 
 
 class BlockPool:
-    """`total` blocks of `block_size` tokens. A block is owned by the free list, a sequence, a reservation or a transfer."""
+    """`total` blocks of `block_size` tokens. A block is owned by the free list, the prefix cache, or a sequence under one of
+    its names: sequence, reservation, transfer."""
 
     def __init__(self, total: int, block_size: int) -> None:
         self.block_size = block_size

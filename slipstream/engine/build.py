@@ -38,7 +38,8 @@ def dtype_name(model: ModelConfig, checkpoint: Checkpoint, device: torch.device)
     return model.dtype
 
 
-def build(checkpoint: Checkpoint, model: ModelConfig, config: EngineConfig, *, parked_fraction: float = 1.0) -> Engine:
+def build(checkpoint: Checkpoint, model: ModelConfig, config: EngineConfig, *, parked_fraction: float = 1.0,
+          state_snapshots: int | None = None) -> Engine:
     """Load the weights, logging the progress, and make the engine. Sets torch's threads to `config.threads`.
 
     Raises ConfigError and CheckpointError.
@@ -58,7 +59,8 @@ def build(checkpoint: Checkpoint, model: ModelConfig, config: EngineConfig, *, p
             logger.info("loading weights: %d of %d tensors", done, total)
 
     language_model = registry.load(checkpoint, dtype=dtype, device=device, progress=progress)
-    engine = Engine(language_model, checkpoint, config, parked_fraction=parked_fraction, dtype=dtype, device=device)
+    engine = Engine(language_model, checkpoint, config, parked_fraction=parked_fraction, state_snapshots=state_snapshots,
+                    dtype=dtype, device=device)
     load = engine.load()
     logger.info("engine ready: %s %s on %s, %d blocks of %d tokens, %d state slots, %.1f s", checkpoint.architecture, name,
                 device, load.total_blocks, config.block_size, load.total_state_slots, time.monotonic() - began)

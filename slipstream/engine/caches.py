@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from slipstream.checkpoint import Checkpoint
@@ -21,14 +23,16 @@ def num_blocks(config: EngineConfig) -> int:
 
 
 def num_state_slots(checkpoint: Checkpoint, config: EngineConfig) -> int:
-    """Slots of the state pool: one per running sequence, 0 for a model without recurrent state."""
+    """Slots for sequences: one per running sequence, 0 for a model without recurrent state."""
     return config.max_running if checkpoint.has_linear_layers else 0
 
 
-def allocate(checkpoint: Checkpoint, config: EngineConfig, dtype: torch.dtype, device: torch.device) -> tuple[LayerCache, ...]:
+def allocate(checkpoint: Checkpoint, config: EngineConfig, snapshots: int, dtype: torch.dtype, device: torch.device
+             ) -> tuple[LayerCache, ...]:
     """One cache per layer in checkpoint order: `kv` [N, 2, P, H, D] and `conv` [Z, C, W - 1] in `dtype`, `recurrent`
-    [Z, V, K, E] in float32. Raises ConfigError if there is no memory for them."""
-    blocks, slots = num_blocks(config), num_state_slots(checkpoint, config)
+    [Z, V, K, E] in float32; the last `snapshots` of the Z slots are for snapshots. Raises ConfigError if there is no memory
+    for them."""
+    blocks, slots = num_blocks(config), num_state_slots(checkpoint, config) + snapshots
     caches: list[LayerCache] = []
     try:
         for layer in checkpoint.layers:
@@ -42,5 +46,26 @@ def allocate(checkpoint: Checkpoint, config: EngineConfig, dtype: torch.dtype, d
                                           recurrent=torch.zeros(recurrent, dtype=torch.float32, device=device)))
     except (RuntimeError, MemoryError) as error:
         raise ConfigError(f"no memory for {config.kv_cache_tokens} tokens of KV and {slots} state slots ({error}); lower "
-                          "engine.kv_cache_tokens or engine.max_running", field="engine.kv_cache_tokens") from error
+                          "engine.kv_cache_tokens, engine.max_running or engine.state_snapshots",
+                          field="engine.kv_cache_tokens") from error
     return tuple(caches)
+
+
+class CacheCopier:
+    """Copies units of these caches; implements `memory.Copier`."""
+
+    def __init__(self, caches: Sequence[LayerCache]) -> None:
+        self._caches = caches
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Keys and values of one block."""
+        for cache in self._caches:
+            if isinstance(cache, AttentionCache):
+                cache.kv[target].copy_(cache.kv[source])
+
+    def copy_state(self, source: int, target: int) -> None:
+        """Conv and recurrent states of one slot."""
+        for cache in self._caches:
+            if isinstance(cache, LinearCache):
+                cache.conv[target].copy_(cache.conv[source])
+                cache.recurrent[target].copy_(cache.recurrent[source])

@@ -1,13 +1,14 @@
 """One rank's engine: requests in, tokens out, one step at a time. Knows no network and no role; not thread-safe.
 
-Ledger: a block or slot belongs to the free list, a sequence (computing, decoding), a reservation (its bytes are arriving) or a
-transfer (its bytes are leaving). It goes back with the sequence's last token, `release` (transfers), `abort`, or a failed step.
+Ledger: a block or slot belongs to the free list, the prefix cache, a sequence (computing, decoding), a reservation (its bytes
+are arriving) or a transfer (its bytes are leaving). It goes back with the last token, `release` (transfers), `abort`, a
+preemption, or a failed step; whole blocks of what was computed stay in the cache until their room is needed.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -17,17 +18,29 @@ from slipstream.checkpoint import Checkpoint
 from slipstream.config import EngineConfig
 from slipstream.engine import caches as cache_memory
 from slipstream.engine.block_pool import BlockPool
+from slipstream.engine.ledger import Owner
+from slipstream.engine.memory import Memory
 from slipstream.engine.params import check_params
-from slipstream.engine.prompt import Pixels, Prompt, Publisher, prepare
-from slipstream.engine.runner import Runner, as_failure
+from slipstream.engine.prefix_cache import PrefixCache
+from slipstream.engine.prompt import Pixels, Prompt, Publisher, block_keys, prepare
+from slipstream.engine.runner import Runner, RunResult, as_failure
 from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.sequence import GenerationRequest, State, Timing
 from slipstream.engine.sequence import Sequence as EngineSequence
 from slipstream.engine.state_pool import StatePool
-from slipstream.errors import ConfigError, ContextLengthError, InternalError, InvalidRequestError, SlipstreamError
+from slipstream.errors import (
+    ConfigError,
+    ContextLengthError,
+    InternalError,
+    InvalidRequestError,
+    PreemptedError,
+    SlipstreamError,
+)
 from slipstream.layers.batch import LayerCache
 from slipstream.models.registry import LanguageModel, VisionModel
-from slipstream.types import EngineLoad, MropeState, RequestId, TokenEvent
+from slipstream.types import EngineCounters, EngineLoad, MropeState, RequestId, TokenEvent
+
+_PREEMPTED = "this replica needed the memory of its youngest request; resume it from the tokens so far"
 
 __all__ = ["Engine", "GenerationRequest", "Publisher", "Reservation", "StepResult", "Timing"]
 
@@ -39,6 +52,8 @@ class Reservation:
     blocks: tuple[int, ...]
     """Block table of the prompt's rows; the blocks of its growth are owned too, and not named here."""
     state_slot: int | None
+    have_tokens: int = 0
+    """Rows [0, have_tokens), whole blocks, are in the prefix cache already: nobody may write into them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +64,9 @@ class StepResult:
     failures: tuple[tuple[RequestId, SlipstreamError], ...] = ()
     """Requests that ended by a fault; everything they owned has returned."""
     timings: dict[RequestId, Timing] = field(default_factory=dict)
-    """Of every request that ended, or was handed off, in this step."""
+    """Of every request whose last choice ended, or that was handed off, in this step."""
+    handed_off: frozenset[RequestId] = frozenset()
+    """Prompts whose first tokens were drawn in this step, and whose state is complete for `release`."""
     tokens: int = 0
     """That went through the model."""
     seconds: float = 0.0
@@ -64,51 +81,55 @@ class Engine:
     """Continuous batching over one model and its paged caches."""
 
     def __init__(self, model: LanguageModel, checkpoint: Checkpoint, config: EngineConfig, *, parked_fraction: float = 1.0,
-                 dtype: torch.dtype = torch.float32, device: torch.device | None = None,
+                 state_snapshots: int | None = None, dtype: torch.dtype = torch.float32, device: torch.device | None = None,
                  clock: Callable[[], float] = time.monotonic) -> None:
         """`dtype`: of the KV and conv caches, the model's own. `parked_fraction`: share of the blocks, and of the slots, that
-        prompts without a ready destination may hold. Raises ConfigError."""
+        prompts without a ready destination may hold. `state_snapshots`: None as `config` says. Raises ConfigError."""
+        state_snapshots = config.state_snapshots if state_snapshots is None else state_snapshots
         if config.max_running > config.max_batch_tokens:
             raise ConfigError(f"engine.max_running ({config.max_running}) must not exceed engine.max_batch_tokens "
                               f"({config.max_batch_tokens})", field="engine.max_running")
         device = device or torch.device("cpu")
-        self.caches: tuple[LayerCache, ...] = cache_memory.allocate(checkpoint, config, dtype, device)
+        snapshots = state_snapshots if checkpoint.has_linear_layers and config.prefix_cache else 0
+        self.caches: tuple[LayerCache, ...] = cache_memory.allocate(checkpoint, config, snapshots, dtype, device)
         self.max_context = min(config.max_context or checkpoint.max_context, checkpoint.max_context)
         self._checkpoint = checkpoint
         self._sees = isinstance(model, VisionModel)
         self._clock = clock
-        self._scheduler = Scheduler(
-            blocks=BlockPool(cache_memory.num_blocks(config), config.block_size),
-            slots=StatePool(cache_memory.num_state_slots(checkpoint, config)),
-            max_running=config.max_running, max_batch_tokens=config.max_batch_tokens,
-            chunk_tokens=config.prefill_chunk_tokens, parked_fraction=parked_fraction)
+        blocks = BlockPool(cache_memory.num_blocks(config), config.block_size)
+        slots = StatePool(cache_memory.num_state_slots(checkpoint, config))
+        self._memory = Memory(blocks, slots, PrefixCache(blocks, StatePool(snapshots, first=slots.total),
+                                                         enabled=config.prefix_cache),
+                              cache_memory.CacheCopier(self.caches), growth_tokens=config.growth_tokens)
+        self._scheduler = Scheduler(self._memory, max_running=config.max_running, max_batch_tokens=config.max_batch_tokens,
+                                    chunk_tokens=config.prefill_chunk_tokens, parked_fraction=parked_fraction)
+        self._max_running = config.max_running
         self._runner = Runner(model, self.caches, config.block_size, device)
-        self._sequences: dict[RequestId, EngineSequence] = {}
         self._prompts: dict[RequestId, Prompt] = {}
+        self._counters = EngineCounters()
 
     # Prefill, and both halves in one ----------------------------------------------------------------------------------
 
     def submit(self, request: GenerationRequest, pixels: Sequence[Pixels] = (), publisher: Publisher | None = None) -> None:
         """Queue a prompt. `pixels`: uint8 [H, W, 3] per grid.
 
-        With a publisher only the prompt and its first token are computed here: the sequence is then HANDED_OFF, even if that
-        token finishes it, and its memory stays until `release`. Without one it decodes here to its end.
+        With a publisher only the prompt and the first token of each choice are computed here: the sequence is then HANDED_OFF,
+        even if those tokens finish it, and its memory stays until `release`. Without one it decodes here to its end.
         Raises InvalidRequestError (also for an id that is in use) and ContextLengthError, for what could never run.
         """
         sequence = self._sequence(request, split=publisher is not None)
         prompt = prepare(request, pixels, publisher, self._checkpoint, self._sees)
         self._scheduler.add(sequence)
-        self._sequences[request.id] = sequence
         self._prompts[request.id] = prompt
 
     def mark_ready(self, id: RequestId) -> None:
         """The destination is ready to take the prompt's bytes. Nothing happens if the request has ended."""
-        if sequence := self._sequences.get(id):
+        for sequence in self._scheduler.of(id):
             sequence.ready = True
 
     def mark_parked(self, id: RequestId) -> None:
         """The destination was busy or is lost. Nothing happens if the request has ended."""
-        if sequence := self._sequences.get(id):
+        for sequence in self._scheduler.of(id):
             sequence.ready = False
 
     def release(self, id: RequestId) -> None:
@@ -116,12 +137,10 @@ class Engine:
 
         Raises InternalError before the hand-off: a request is given up by `abort` then.
         """
-        sequence = self._sequences.get(id)
-        if sequence is None:
-            return
-        if sequence.state is not State.HANDED_OFF:
-            raise InternalError(f"{id} is {sequence.state.value}, not handed off; abort it instead")
-        self._end(sequence)
+        for sequence in self._scheduler.of(id):
+            if sequence.state is not State.HANDED_OFF:
+                raise InternalError(f"{id} is {sequence.state.value}, not handed off; abort it instead")
+        self.abort(id)
 
     def mrope(self, id: RequestId) -> MropeState:
         """Position state of a prompt, for the Handoff. Raises InternalError for an unknown id."""
@@ -130,36 +149,43 @@ class Engine:
             raise InternalError(f"{id} has no prompt here")
         return prompt.mrope
 
-    def prompt_timing(self, id: RequestId) -> Timing:
-        """Seconds so far. Raises InternalError for an unknown id."""
-        return self._known(id).timing()
+    def cached_tokens(self, id: RequestId) -> int:
+        """Tokens of a prompt that did not have to be computed. Raises InternalError for an unknown id."""
+        return self._known(id).cached
 
     # Decode ------------------------------------------------------------------------------------------------------------
 
+    def demand(self, request: GenerationRequest) -> int:
+        """Blocks that `reserve` takes if nothing of the prompt is cached. Raises as `reserve` does."""
+        return self._memory.demand(self._sequence(request, split=False))
+
     def reserve(self, request: GenerationRequest) -> Reservation | None:
-        """Take memory for a prompt that is computed elsewhere and for all its output; None if there is none now.
+        """Take memory for a prompt that is computed elsewhere and for the beginning of its output; None if there is none now.
 
         Raises InvalidRequestError and ContextLengthError for what could never run.
         """
         sequence = self._sequence(request, split=False)
         if not self._scheduler.reserve(sequence):
             return None
-        self._sequences[request.id] = sequence
-        used = self._scheduler.blocks.blocks_for(sequence.prompt_tokens)
-        return Reservation(blocks=sequence.blocks[:used], state_slot=sequence.state_slot)
+        self._count(landed_tokens=sequence.prompt_tokens, reused_tokens=sequence.cached)
+        used = self._memory.blocks.blocks_for(sequence.prompt_tokens)
+        return Reservation(blocks=sequence.blocks[:used], state_slot=sequence.state_slot, have_tokens=sequence.cached)
 
     def commit(self, id: RequestId, *, first_tokens: Sequence[int], mrope: MropeState) -> None:
-        """The reserved prompt's bytes are in: decode from its first token on, which is not reported again.
+        """The reserved prompt's bytes are in: decode from the first token of each choice on, which are not reported again.
 
-        Raises InternalError for an id that is not reserved, or a first token that already ended the request (abort it then).
+        A choice that its first token ends is not decoded. Raises InternalError for an id that is not reserved, or if all
+        choices have ended (abort it then).
         """
         sequence = self._known(id)
-        if len(first_tokens) != 1:
-            raise InvalidRequestError(f"{len(first_tokens)} first tokens: this engine decodes one choice", field="n")
+        if len(first_tokens) != len(sequence.choices):
+            raise InvalidRequestError(f"{len(first_tokens)} first tokens for {len(sequence.choices)} choices", field="n")
         self._check_tokens(first_tokens, "first token")
-        if sequence.state is State.RESERVED and sequence.finish_with(first_tokens[0]) is not None:
-            raise InternalError(f"the first token of {id} ended it: there is nothing to decode")
-        self._scheduler.commit(sequence, first_tokens[0], self._clock())
+        if sequence.state is not State.RESERVED:
+            raise InternalError(f"{id} is {sequence.state.value}, not reserved")
+        if all(sequence.finish_with(token) is not None for token in first_tokens):
+            raise InternalError(f"the first tokens of {id} ended it: there is nothing to decode")
+        self._scheduler.commit(sequence, first_tokens, self._clock())
         self._prompts[id] = Prompt(mrope=mrope)
 
     # Both --------------------------------------------------------------------------------------------------------------
@@ -169,40 +195,63 @@ class Engine:
 
         The caller has made sure that no transfer writes into its blocks any more.
         """
-        sequence = self._sequences.get(id)
-        if sequence is None:
-            return False
-        self._end(sequence)
-        return True
+        known = bool(self._scheduler.of(id))
+        self._scheduler.end_request(id)
+        self._prompts.pop(id, None)
+        return known
 
     @torch.inference_mode()
     def step(self) -> StepResult:
-        """Compute the next step. A fault fails the requests that it concerns; this method raises only for broken invariants."""
+        """Compute the next step. A fault fails the requests that it concerns; this method raises only for broken invariants.
+
+        A request that was preempted is among the failures, with PreemptedError.
+        """
         began = self._clock()
         plan = self._scheduler.plan(began)
-        failures: dict[RequestId, SlipstreamError] = {}
+        failures: dict[RequestId, SlipstreamError] = {id: PreemptedError(_PREEMPTED) for id in plan.preempted}
         for sequence in plan.begun:
-            self._tell(sequence, failures, lambda publisher: publisher.begin())
+            cached = self._memory.cached_tokens(sequence) if sequence not in plan.admitted else sequence.cached
+            self._tell(sequence, failures, partial(_begin, cached))
         for sequence in plan.admitted:
+            self._count(prompt_tokens=sequence.prompt_tokens, cached_tokens=sequence.cached)
             self._tell(sequence, failures, partial(_allocated, sequence))
         chunks = [chunk for chunk in plan.chunks if chunk.sequence.id not in failures]
         result = self._runner.run(chunks, self._prompts)
+        failures |= result.failed
+        events, timings = self._advance(result, failures)
+        for chunk in plan.chunks:
+            if chunk.sequence.id in failures:
+                self._scheduler.discard(chunk)
+        for id in failures:
+            self.abort(id)
+        tokens, seconds = sum(chunk.count for chunk in chunks), self._clock() - began
+        self._count(steps=1, step_seconds=seconds, output_tokens=len(events), preemptions=len(plan.preempted))
+        handed_off = frozenset(chunk.sequence.id for chunk, _ in result.done if chunk.sequence.state is State.HANDED_OFF)
+        return StepResult(events=tuple(events), failures=tuple(failures.items()), timings=timings, handed_off=handed_off,
+                          tokens=tokens, seconds=seconds)
+
+    def _advance(self, result: RunResult, failures: Mapping[RequestId, SlipstreamError]
+                 ) -> tuple[list[TokenEvent], dict[RequestId, Timing]]:
+        """What was computed counts; nothing of a request counts that failed in this step."""
         now = self._clock()
         events: list[TokenEvent] = []
         timings: dict[RequestId, Timing] = {}
-        for chunk, token in result.done:
-            event = self._scheduler.advance(chunk, token, now)
-            if event is None:
+        for chunk, tokens in result.done:
+            sequence = chunk.sequence
+            if sequence.id in failures:
                 continue
-            events.append(replace(event, logprobs=told) if (told := result.logprobs.get(event.request)) else event)
-            if chunk.sequence.state in (State.ENDED, State.HANDED_OFF):
-                timings[event.request] = chunk.sequence.timing()
-            self._settle(chunk.sequence)
-        failures.update(result.failed)
-        for id in failures:
-            self._end(self._sequences[id])
-        return StepResult(events=tuple(events), failures=tuple(failures.items()), timings=timings,
-                          tokens=sum(chunk.count for chunk in chunks), seconds=now - began)
+            for event in self._scheduler.advance(chunk, tokens, now):
+                told = result.logprobs.get((event.request, event.choice))
+                events.append(replace(event, logprobs=told) if told else event)
+            if tokens:
+                left = self._scheduler.of(sequence.id)
+                if not left or sequence.state is State.HANDED_OFF:
+                    timings[sequence.id] = sequence.timing()
+                if not left:
+                    del self._prompts[sequence.id]
+                elif chunk.start < sequence.prompt_tokens:
+                    self._prompts[sequence.id].drop_inputs()
+        return events, timings
 
     @property
     def has_work(self) -> bool:
@@ -211,20 +260,31 @@ class Engine:
 
     def load(self) -> EngineLoad:
         """Requests and free memory now. Parked: computing or handed off without a ready destination."""
-        scheduler = self._scheduler
+        scheduler, memory = self._scheduler, self._memory
         return EngineLoad(
             waiting=scheduler.count(State.WAITING), running=scheduler.count(State.COMPUTING, State.DECODING),
-            parked=sum(sequence.parked for sequence in self._sequences.values()),
-            free_blocks=scheduler.blocks.free, total_blocks=scheduler.blocks.total,
-            free_state_slots=scheduler.slots.free, total_state_slots=scheduler.slots.total)
+            parked=sum(sequence.parked for sequence in scheduler.sequences()), cached_blocks=len(memory.cache),
+            free_blocks=memory.cache.available, total_blocks=memory.blocks.total,
+            free_state_slots=memory.slots.free, total_state_slots=memory.slots.total)
+
+    def counters(self) -> EngineCounters:
+        """What was done so far."""
+        return replace(self._counters, evicted_blocks=self._memory.cache.evicted)
+
+    def holdings(self) -> dict[Owner | None, tuple[int, int]]:
+        """(blocks, state slots) of every owner; None: free. Snapshots are not counted, as they are no sequence's slots."""
+        found: dict[Owner | None, tuple[int, int]] = {}
+        memory = self._memory
+        for number, owned in enumerate((memory.blocks.owned(), memory.slots.owned())):
+            for owner in owned.values():
+                blocks, slots = found.get(owner, (0, 0))
+                found[owner] = (blocks + (number == 0), slots + (number == 1))
+        return {None: (memory.blocks.free, memory.slots.free), **found}
 
     def check_integrity(self) -> None:
         """Raise InternalError unless every block and slot has exactly one owner and nothing is kept of ended requests."""
         self._scheduler.check_integrity()
-        scheduled = {sequence.id: sequence for sequence in self._scheduler.sequences()}
-        if scheduled != self._sequences:
-            raise InternalError(f"scheduler and engine disagree about requests: {scheduled.keys() ^ self._sequences.keys()}")
-        with_prompt = {id for id, sequence in scheduled.items() if sequence.state is not State.RESERVED}
+        with_prompt = {sequence.id for sequence in self._scheduler.sequences() if sequence.state is not State.RESERVED}
         if self._prompts.keys() != with_prompt:
             raise InternalError(f"prompts are kept for the wrong requests: {self._prompts.keys() ^ with_prompt}")
 
@@ -232,24 +292,33 @@ class Engine:
 
     def _sequence(self, request: GenerationRequest, *, split: bool) -> EngineSequence:
         """A new sequence for a request that could run."""
-        if request.id in self._sequences:
+        if self._scheduler.of(request.id):
             raise InvalidRequestError(f"request id {request.id} is in use; every request needs its own", field="request_id")
         if not request.tokens:
             raise InvalidRequestError("the prompt is empty; send at least one token", field="prompt")
-        self._check_tokens(request.tokens, "prompt token")
-        check_params(request, self._checkpoint.vocab_size)
+        self._check_tokens(request.tokens + request.output, "prompt token")
+        check_params(request, self._checkpoint.vocab_size, self._max_running)
         prompt = len(request.tokens)
         if prompt >= self.max_context:
             raise ContextLengthError(f"the prompt has {prompt} tokens and the context window {self.max_context}: no room is "
                                      "left for output; shorten the prompt", field="prompt")
         sequence = EngineSequence(request=request, split=split, submitted_at=self._clock(),
                                   max_outputs=min(request.stop.max_tokens, self.max_context - prompt))
-        blocks = self._scheduler.blocks
-        if blocks.blocks_for(sequence.rows) > blocks.total:
+        if len(request.output) >= sequence.max_outputs:
+            raise InvalidRequestError(f"{len(request.output)} tokens of output are there already and {sequence.max_outputs} is "
+                                      "the limit: there is nothing to resume", field="output")
+        blocks = self._memory.blocks
+        if self._memory.worst(sequence) > blocks.total:
             raise ContextLengthError(f"{prompt} prompt tokens with room for {sequence.rows - prompt} more need "
-                                     f"{blocks.blocks_for(sequence.rows)} blocks; this replica has {blocks.total}: lower "
-                                     "max_tokens or raise engine.kv_cache_tokens", field="max_tokens")
+                                     f"{self._memory.worst(sequence)} blocks; this replica has {blocks.total}: lower "
+                                     "max_tokens or n, or raise engine.kv_cache_tokens", field="max_tokens")
+        if self._memory.cache.enabled:
+            sequence.keys = block_keys(request, self._checkpoint, blocks.block_size)
         return sequence
+
+    def _count(self, **more: float) -> None:
+        grown = {name: getattr(self._counters, name) + value for name, value in more.items()}
+        self._counters = replace(self._counters, **grown)
 
     def _check_tokens(self, tokens: Sequence[int], what: str) -> None:
         low, high = min(tokens), max(tokens)
@@ -258,10 +327,10 @@ class Engine:
                                       f"{self._checkpoint.vocab_size} tokens", field="prompt")
 
     def _known(self, id: RequestId) -> EngineSequence:
-        sequence = self._sequences.get(id)
-        if sequence is None:
+        sequences = self._scheduler.of(id)
+        if not sequences:
             raise InternalError(f"{id} is not known here: it never came, or it has ended")
-        return sequence
+        return sequences[0]
 
     def _tell(self, sequence: EngineSequence, failures: dict[RequestId, SlipstreamError],
               message: Callable[[Publisher], None]) -> None:
@@ -273,21 +342,10 @@ class Engine:
         except Exception as error:
             failures[sequence.id] = as_failure("announcing the prompt failed", sequence.id, error)
 
-    def _settle(self, sequence: EngineSequence) -> None:
-        """The sequence drew a token: forget it if that was its last, and its inputs if that was its first."""
-        if sequence.state is State.ENDED:
-            self._forget(sequence.id)
-        elif len(sequence.outputs) == 1:
-            self._prompts[sequence.id].drop_inputs()
 
-    def _end(self, sequence: EngineSequence) -> None:
-        self._scheduler.end(sequence)
-        self._forget(sequence.id)
-
-    def _forget(self, id: RequestId) -> None:
-        del self._sequences[id]
-        self._prompts.pop(id, None)
+def _begin(cached_tokens: int, publisher: Publisher) -> None:
+    publisher.begin(cached_tokens)
 
 
 def _allocated(sequence: EngineSequence, publisher: Publisher) -> None:
-    publisher.allocated(sequence.blocks, sequence.state_slot)
+    publisher.allocated(sequence.blocks, sequence.state_slot, sequence.cached)

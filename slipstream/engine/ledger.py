@@ -19,6 +19,8 @@ class OwnerKind(enum.Enum):
     """Waiting for bytes from a prefill replica, which may write into it at any time."""
     TRANSFER = "transfer"
     """Being read by a transfer to a decode replica."""
+    CACHE = "cache"
+    """Never written again; any number of sequences may read it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +28,14 @@ class Owner:
     """Exactly one of these, or the free list, owns a unit."""
 
     kind: OwnerKind
-    request: RequestId
+    request: RequestId | None = None
+    """None for the cache."""
+    choice: int = 0
 
     def __str__(self) -> str:
-        return f"{self.kind.value} {self.request}"
+        if self.request is None:
+            return f"the {self.kind.value}"
+        return f"{self.kind.value} {self.request}" + (f" choice {self.choice}" if self.choice else "")
 
 
 class Ledger:

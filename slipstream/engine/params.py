@@ -10,9 +10,19 @@ from slipstream.errors import InvalidRequestError
 MAX_LOGPROBS = 20
 
 
-def check_params(request: GenerationRequest, vocab_size: int) -> None:
+def check_params(request: GenerationRequest, vocab_size: int, max_choices: int) -> None:
     """Raises InvalidRequestError naming the field. NaN is in no range."""
     sampling, stop = request.sampling, request.stop
+    choices = request.choices
+    if not choices or list(choices) != sorted(set(choices)) or choices[0] < 0:
+        raise InvalidRequestError(f"choices must be ascending numbers, not {choices}", field="n")
+    if len(choices) > max_choices:
+        raise InvalidRequestError(f"{len(choices)} choices; this replica runs {max_choices} sequences at once "
+                                  "(engine.max_running)", field="n")
+    if request.output and len(choices) > 1:
+        raise InvalidRequestError("only one choice at a time can be resumed", field="output")
+    if request.images and len(request.images) != len(request.grids):
+        raise InvalidRequestError(f"{len(request.grids)} image grids and {len(request.images)} content hashes", field="images")
     _within("temperature", sampling.temperature, 0, inf)
     if not 0 < sampling.top_p <= 1:
         raise InvalidRequestError(f"top_p must be in (0, 1], not {sampling.top_p}", field="top_p")

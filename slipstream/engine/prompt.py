@@ -13,7 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from slipstream import block_hash
 from slipstream import positions as mrope_rules
+from slipstream.block_hash import PictureRows
 from slipstream.checkpoint import Checkpoint
 from slipstream.engine.sequence import GenerationRequest
 from slipstream.errors import InvalidRequestError
@@ -28,11 +30,12 @@ class Publisher(Protocol):
     An exception that it raises fails its request and no other.
     """
 
-    def begin(self) -> None:
-        """The scheduler reached the prompt: its destination may be asked to get ready."""
+    def begin(self, cached_tokens: int) -> None:
+        """The scheduler reached the prompt, of which so many tokens are cached: its destination may be asked to get ready."""
 
-    def allocated(self, blocks: tuple[int, ...], state_slot: int | None) -> None:
-        """The prompt's rows will lie in this block table and its recurrent states in this slot (None: it has none)."""
+    def allocated(self, blocks: tuple[int, ...], state_slot: int | None, cached_tokens: int) -> None:
+        """The prompt's rows will lie in this block table and its recurrent states in this slot (None: it has none). KV rows
+        [0, cached_tokens) of every layer are final already."""
 
     def layer_done(self, layer: int, num_tokens: int, last_chunk: bool) -> None:
         """KV rows [0, num_tokens) of `layer` (an index into checkpoint.layers) are final; states are final iff `last_chunk`."""
@@ -40,18 +43,22 @@ class Publisher(Protocol):
 
 @dataclass(kw_only=True)
 class Prompt:
-    """What the engine keeps beside a sequence. Pixels, positions and embeddings go as soon as the prompt is computed."""
+    """What the engine keeps beside a request. Pixels, positions and embeddings go as soon as the prompt is computed."""
 
     mrope: MropeState
     tokens: NDArray[np.int64] | None = None
-    """[T]."""
+    """[T]; in a resumed request T counts its output so far."""
     positions: NDArray[np.int32] | None = None
     """[T, 3] t, h, w."""
     image_rows: NDArray[np.int64] | None = None
     """[M] rows of T that take an image embedding, ascending."""
     pixels: tuple[Pixels, ...] = ()
+    images: tuple[PictureRows, ...] = ()
+    """Where each picture lies."""
     embeds: Tensor | None = None
-    """[M, hidden], made when the first image row is reached."""
+    """[M - embeds_from, hidden], made when the first image row is reached that is not cached."""
+    embeds_from: int = 0
+    """Image rows of the pictures before the first one that was encoded."""
     publisher: Publisher | None = None
     distinct: Tensor | None = None
     """int64 tokens of the prompt, each once; made when a repetition penalty first needs them."""
@@ -62,6 +69,17 @@ class Prompt:
             return 0, 0
         first, last = np.searchsorted(self.image_rows, (start, start + count))
         return int(first), int(last)
+
+    def pictures_from(self, row: int) -> tuple[Pixels, ...]:
+        """Pixels of the pictures that reach token `row` or lie after it; those before it count as encoded."""
+        first = sum(image.start + image.count <= row for image in self.images)
+        self.embeds_from = sum(image.count for image in self.images[:first])
+        return self.pixels[first:]
+
+    def embeddings(self, first: int, last: int) -> Tensor:
+        """Of image rows [first, last)."""
+        assert self.embeds is not None, "images are encoded before the batch is built"
+        return self.embeds[first - self.embeds_from : last - self.embeds_from]
 
     def drop_inputs(self) -> None:
         """The prompt is in the caches: only its position state is needed from now on."""
@@ -77,7 +95,7 @@ def prepare(request: GenerationRequest, pixels: Sequence[Pixels], publisher: Pub
     """
     if (request.grids or pixels) and not (sees and checkpoint.vision):
         raise InvalidRequestError("this model is text-only; send the request without images", field="messages")
-    tokens_T = np.asarray(request.tokens, dtype=np.int64)
+    tokens_T = np.asarray(request.tokens + request.output, dtype=np.int64)
     if checkpoint.vision is None:
         positions_T3 = np.repeat(np.arange(len(tokens_T), dtype=np.int32)[:, None], 3, axis=1)
         return Prompt(mrope=mrope_rules.mrope_state(positions_T3, 0), tokens=tokens_T, positions=positions_T3,
@@ -87,9 +105,37 @@ def prepare(request: GenerationRequest, pixels: Sequence[Pixels], publisher: Pub
     positions_T3, delta = mrope_rules.mrope_positions(
         request.tokens, request.grids, image_token_id=checkpoint.image_token_id, video_token_id=checkpoint.video_token_id,
         merge_size=vision.merge_size)
+    prompt = len(request.tokens)
+    output = np.arange(prompt + delta, len(tokens_T) + delta, dtype=np.int32)  # output is text, whatever its tokens
+    positions_T3 = np.concatenate((positions_T3, np.repeat(output[:, None], 3, axis=1)))
     return Prompt(mrope=mrope_rules.mrope_state(positions_T3, delta), tokens=tokens_T, positions=positions_T3,
-                  image_rows=np.flatnonzero(tokens_T == checkpoint.image_token_id), pixels=tuple(pixels),
-                  publisher=publisher)
+                  image_rows=np.flatnonzero(tokens_T[:prompt] == checkpoint.image_token_id), pixels=tuple(pixels),
+                  images=picture_rows(request, checkpoint), publisher=publisher)
+
+
+def picture_rows(request: GenerationRequest, checkpoint: Checkpoint) -> tuple[PictureRows, ...]:
+    """Where each picture of the prompt lies. Raises InvalidRequestError where placeholders and grids disagree."""
+    if not request.grids or checkpoint.vision is None:
+        return ()
+    merge = checkpoint.vision.merge_size
+    mrope_rules.check_images(request.tokens, request.grids, image_token_id=checkpoint.image_token_id,
+                             video_token_id=checkpoint.video_token_id, merge_size=merge)
+    hashes = request.images or (b"",) * len(request.grids)
+    rows = np.flatnonzero(np.asarray(request.tokens, dtype=np.int64) == checkpoint.image_token_id)
+    found, at = [], 0
+    for content_hash, grid in zip(hashes, request.grids, strict=True):
+        count = mrope_rules.merged_tokens(grid, merge)
+        found.append(PictureRows(start=int(rows[at]), count=count, content_hash=content_hash))
+        at += count
+    return tuple(found)
+
+
+def block_keys(request: GenerationRequest, checkpoint: Checkpoint, block_size: int) -> list[bytes] | None:
+    """Keys of the whole blocks of what is computed before a token is drawn; None for images whose content is not known."""
+    if request.grids and not request.images:
+        return None
+    return block_hash.prompt_keys(request.tokens + request.output, block_size, salt=request.cache_salt,
+                                  pictures=picture_rows(request, checkpoint))
 
 
 def _check_pixels(request: GenerationRequest, pixels: Sequence[Pixels], patch: int) -> None:

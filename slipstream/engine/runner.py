@@ -22,13 +22,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class RunResult:
-    """What became of each chunk: it is in exactly one of `done` and `failed`."""
+    """What became of each chunk: it is in `done`, or its request in `failed`."""
 
-    done: list[tuple[Chunk, int | None]] = field(default_factory=list)
-    """With the token drawn; None for a chunk that does not end its prompt."""
+    done: list[tuple[Chunk, tuple[int, ...]]] = field(default_factory=list)
+    """With the tokens drawn, one per choice; none for a chunk that does not end its prompt."""
     failed: dict[RequestId, SlipstreamError] = field(default_factory=dict)
-    logprobs: dict[RequestId, Logprobs] = field(default_factory=dict)
-    """Of the tokens drawn, for the requests that asked."""
+    logprobs: dict[tuple[RequestId, int], Logprobs] = field(default_factory=dict)
+    """Of the tokens drawn, by request and choice, for the requests that asked."""
 
 
 class Runner:
@@ -52,48 +52,72 @@ class Runner:
         chunks = [chunk for chunk in chunks if chunk.sequence.id not in result.failed]
         if not chunks:
             return result
-        sampling = [chunk for chunk in chunks if chunk.samples]
+        draws = [_Draw(chunk, choice, row) for row, chunk in enumerate(chunk for chunk in chunks if chunk.samples)
+                 for choice in chunk.sequence.choices]
         try:
             batch = batches.build(chunks, prompts, self._block_size, self._device)
             logits = self._model.forward(batch, self._caches, lambda layer: _publish(layer, chunks, prompts, result))
-            draws = [_draw(chunk, prompts[chunk.sequence.id], self._device) for chunk in sampling]
-            drawn = sampler.sample(logits, draws) if sampling else []
-            told = sampler.logprobs(logits, draws, drawn) if sampling else []
+            self._sample(logits, draws, prompts, result)
         except Exception as error:
             for chunk in chunks:
                 result.failed.setdefault(chunk.sequence.id, as_failure("the step failed", chunk.sequence.id, error))
             return result
-        tokens = dict(zip((chunk.sequence.id for chunk in sampling), drawn, strict=True))
-        result.logprobs = {chunk.sequence.id: one for chunk, one in zip(sampling, told, strict=True) if one is not None}
-        for chunk in chunks:
-            token = tokens.get(chunk.sequence.id)
-            if chunk.samples and token is None:
-                result.failed.setdefault(chunk.sequence.id, InternalError(f"the logits of {chunk.sequence.id} are not finite"))
-            if chunk.sequence.id not in result.failed:
-                result.done.append((chunk, token))
+        drawn: dict[int, list[int]] = {}
+        for draw in draws:
+            if draw.token is None:
+                request = draw.chunk.sequence.id
+                result.failed.setdefault(request, InternalError(f"the logits of {request} are not finite"))
+            else:
+                drawn.setdefault(id(draw.chunk), []).append(draw.token)
+        result.done = [(chunk, tuple(drawn.get(id(chunk), ()))) for chunk in chunks if chunk.sequence.id not in result.failed]
         return result
 
+    def _sample(self, logits: torch.Tensor, draws: Sequence[_Draw], prompts: Mapping[RequestId, Prompt],
+                result: RunResult) -> None:
+        """Draw a token for each choice, from the same row of logits as long as the choices have the same tokens."""
+        if not draws:
+            return
+        if len(draws) > len(logits):
+            logits = logits[torch.tensor([draw.row for draw in draws], device=logits.device)]
+        wanted = [draw.wanted(prompts[draw.chunk.sequence.id], self._device) for draw in draws]
+        tokens = sampler.sample(logits, wanted)
+        for draw, token, told in zip(draws, tokens, sampler.logprobs(logits, wanted, tokens), strict=True):
+            draw.token = token
+            if told is not None:
+                result.logprobs[draw.chunk.sequence.id, draw.choice] = told
+
     def _encode(self, chunk: Chunk, prompt: Prompt) -> None:
-        """Embed all images of a prompt when its first image row is reached."""
+        """Embed the images of a prompt when its first image row is reached; those that are cached whole are not needed."""
         first, last = prompt.image_range(chunk.start, chunk.count)
         if first == last or prompt.embeds is not None:
             return
         if not isinstance(self._model, VisionModel):
             raise InternalError("a prompt with image rows reached a model without a vision tower")
-        embeds = torch.cat(self._model.encode_images(prompt.pixels))
-        if prompt.image_rows is None or len(embeds) != len(prompt.image_rows):
-            raise InternalError(f"the vision tower made {len(embeds)} embeddings for {prompt.image_rows} image rows")
+        embeds = torch.cat(self._model.encode_images(prompt.pictures_from(chunk.start)))
+        wanted = 0 if prompt.image_rows is None else len(prompt.image_rows) - prompt.embeds_from
+        if len(embeds) != wanted:
+            raise InternalError(f"the vision tower made {len(embeds)} embeddings for {wanted} image rows")
         prompt.embeds = embeds
         prompt.pixels = ()
 
 
-def _draw(chunk: Chunk, prompt: Prompt, device: torch.device) -> sampler.Draw:
-    """The next token of the chunk's sequence."""
-    request, outputs = chunk.sequence.request, chunk.sequence.outputs
-    if request.sampling.repetition_penalty != 1 and prompt.distinct is None:
-        prompt.distinct = torch.tensor(sorted(set(request.tokens)), dtype=torch.int64, device=device)
-    return sampler.Draw(params=request.sampling, choice=0, index=len(outputs), barred=request.stop.barred(len(outputs)),
-                        prompt=prompt.distinct, outputs=outputs)
+@dataclass(eq=False)
+class _Draw:
+    """One token to be drawn."""
+
+    chunk: Chunk
+    choice: int
+    row: int
+    """Of the logits."""
+    token: int | None = None
+
+    def wanted(self, prompt: Prompt, device: torch.device) -> sampler.Draw:
+        """For the sampler."""
+        request, outputs = self.chunk.sequence.request, self.chunk.sequence.outputs
+        if request.sampling.repetition_penalty != 1 and prompt.distinct is None:
+            prompt.distinct = torch.tensor(sorted(set(request.tokens)), dtype=torch.int64, device=device)
+        return sampler.Draw(params=request.sampling, choice=self.choice, index=len(outputs),
+                            barred=request.stop.barred(len(outputs)), prompt=prompt.distinct, outputs=outputs)
 
 
 def _publish(layer: int, chunks: Sequence[Chunk], prompts: Mapping[RequestId, Prompt], result: RunResult) -> None:
@@ -102,7 +126,7 @@ def _publish(layer: int, chunks: Sequence[Chunk], prompts: Mapping[RequestId, Pr
         if publisher is None or chunk.sequence.id in result.failed:
             continue
         try:
-            publisher.layer_done(layer, chunk.start + chunk.count, chunk.samples)
+            publisher.layer_done(layer, chunk.end, chunk.samples)
         except Exception as error:
             result.failed[chunk.sequence.id] = as_failure("publishing the prompt's state failed", chunk.sequence.id, error)
 

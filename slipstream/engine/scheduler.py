@@ -1,24 +1,33 @@
-"""Decides what the next step computes and who holds memory for it; knows no tensor, no clock and no thread.
+"""Decides what the next step computes, who gets memory for it and who must give some back. Pure; knows no tensor and no clock.
 
-Order: every decoding sequence first (one token each), then prompts that hold memory already, then new prompts, both first
-come first served. A prompt gets all its blocks at once when it is admitted, so half-computed prompts never wait for each
-other. A prompt that must wait for memory keeps its place: nothing overtakes it but prompts that have begun before, for which
-memory is kept. The other exception is a prompt that may not start because too much memory is parked already: those whose
-destination is ready overtake it, as they will hold nothing long.
+Order: every decoding sequence first (one token each), then prompts that hold memory already, then new prompts; among prompts
+`Sequence.rank` says who is first. A prompt gets all its blocks at once when it is admitted, so half-computed prompts never wait
+for each other. A prompt that must wait for memory keeps its place: nothing overtakes it but prompts that have begun before, for
+which memory is kept. The other exception is a prompt that may not start because too much memory is parked already: those whose
+destination is ready overtake it, as they will hold nothing long. A quarter of the budget is kept from long prompts while a
+short one could use it, so that no prompt waits for the whole of a long one.
+
+A decoding sequence grows as it goes. When there is no block left for it the last one in rank is preempted: its request ends
+here, and whoever sent it resumes it elsewhere, or here once there is room.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
 
-from slipstream.engine.block_pool import BlockPool
+from slipstream.engine.memory import Memory
 from slipstream.engine.sequence import Sequence, State
-from slipstream.engine.state_pool import StatePool
 from slipstream.errors import InternalError
-from slipstream.types import FinishReason, RequestId, TokenEvent
+from slipstream.types import RequestId, TokenEvent
 
 LOOK_AHEAD = 8
 """Waiting prompts that may tell their destination to get ready while parked memory is at its limit."""
+SHORT_SHARE = 4
+"""One part in so many of a step's budget is for prompts that need no more than that."""
+
+Key = tuple[RequestId, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,24 +37,31 @@ class Chunk:
     sequence: Sequence
     start: int
     count: int
+    snapshots: tuple[tuple[int, int], ...] = ()
+    """(length, state slot), ascending: the state after so many tokens of the sequence goes there."""
+
+    @property
+    def end(self) -> int:
+        """Tokens of the sequence that are computed after it."""
+        return self.start + self.count
 
     @property
     def samples(self) -> bool:
-        """True if the step draws the sequence's next token."""
-        return self.start + self.count >= self.sequence.prompt_tokens
+        """True if the step draws a token for each choice of the sequence."""
+        return self.end >= self.sequence.prompt_tokens
 
     @property
     def tokens(self) -> tuple[int, ...]:
         """The token ids that go in."""
-        if self.start >= self.sequence.prompt_tokens:
-            return (self.sequence.outputs[self.start - self.sequence.prompt_tokens],)
-        return self.sequence.request.tokens[self.start : self.start + self.count]
+        return self.sequence.token_ids(self.start, self.end)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepPlan:
     """What to do in one step, in this order."""
 
+    preempted: tuple[RequestId, ...]
+    """Gave their memory back and are forgotten here."""
     begun: tuple[Sequence, ...]
     """Reached for the first time."""
     admitted: tuple[Sequence, ...]
@@ -54,21 +70,62 @@ class StepPlan:
     """Empty: nothing can run until something changes."""
 
 
-class Scheduler:
-    """The sequences of one engine by state, and the pools that they draw from."""
+class _Budget:
+    """A step's tokens, shared out among prompts: long ones leave a part for the short ones that wait."""
 
-    def __init__(self, *, blocks: BlockPool, slots: StatePool, max_running: int, max_batch_tokens: int,
-                 chunk_tokens: int = 0, parked_fraction: float = 1.0) -> None:
+    def __init__(self, tokens: int, chunk_tokens: int, block_size: int, waiting: Iterable[int]) -> None:
+        """`waiting`: tokens that each prompt still needs."""
+        self.left = tokens
+        self._short = tokens // SHORT_SHARE
+        self._long = tokens - min(self._short, sum(wanted for wanted in waiting if wanted <= self._short))
+        self._chunk_tokens = chunk_tokens
+        self._block_size = block_size
+
+    def has_for(self, wanted: int) -> bool:
+        """True if a prompt that needs so many tokens gets some of them."""
+        return self.left > 0 and (wanted <= self._short or self._long > 0)
+
+    def take(self, start: int, wanted: int) -> int:
+        """How many of `wanted` tokens from `start` on go into this step; a chunk that does not end its prompt ends with a
+        block, if it reaches one."""
+        is_long = wanted > self._short
+        count = min(wanted, self._chunk_tokens, self.left, self._long if is_long else self.left)
+        if count < wanted:
+            count = self._to_block(start, count)
+        self.left -= count
+        self._long -= count if is_long else 0
+        return count
+
+    def more(self, chunk: Chunk) -> int:
+        """How many tokens a chunk gets of what nobody else wanted."""
+        wanted = chunk.sequence.prompt_tokens - chunk.end
+        count = min(wanted, self._chunk_tokens - chunk.count, self.left)
+        if count < wanted:
+            count = max(0, self._to_block(chunk.start, chunk.count + count) - chunk.count)
+        self.left -= count
+        return count
+
+    def _to_block(self, start: int, count: int) -> int:
+        whole = (start + count) // self._block_size * self._block_size - start
+        return whole if whole > 0 else count
+
+
+class Scheduler:
+    """The sequences of one engine by state, and the memory that they draw from."""
+
+    def __init__(self, memory: Memory, *, max_running: int, max_batch_tokens: int, chunk_tokens: int = 0,
+                 parked_fraction: float = 1.0) -> None:
         """`chunk_tokens` 0: only the budget limits a chunk. `parked_fraction`: see `_may_start`."""
         assert 0 < max_running <= max_batch_tokens, "every running sequence must be able to take a token a step"
-        self.blocks = blocks
-        self.slots = slots
+        self.memory = memory
         self._max_running = max_running
         self._max_batch_tokens = max_batch_tokens
         self._chunk_tokens = chunk_tokens or max_batch_tokens
-        self._parked_blocks_limit = int(blocks.total * parked_fraction)
-        self._parked_slots_limit = max(1, int(slots.total * parked_fraction))
-        self._of: dict[State, dict[RequestId, Sequence]] = {state: {} for state in State if state is not State.ENDED}
+        self._parked_blocks_limit = int(memory.blocks.total * parked_fraction)
+        self._parked_slots_limit = max(1, int(memory.slots.total * parked_fraction))
+        self._of: dict[State, dict[Key, Sequence]] = {state: {} for state in State if state is not State.ENDED}
+        self._requests: dict[RequestId, list[Sequence]] = {}
+        self._arrivals = 0
 
     # What there is ---------------------------------------------------------------------------------------------------
 
@@ -80,6 +137,15 @@ class Scheduler:
         """How many sequences are in these states."""
         return sum(len(self._of[state]) for state in states)
 
+    def of(self, request: RequestId) -> SequenceOf[Sequence]:
+        """The sequences of a request that have not ended, its first choice's first."""
+        return tuple(self._requests.get(request, ()))
+
+    @property
+    def requests(self) -> SequenceOf[RequestId]:
+        """Those that have not ended."""
+        return tuple(self._requests)
+
     @property
     def has_work(self) -> bool:
         """True if a sequence waits for steps (a step may still find that none can run now)."""
@@ -90,40 +156,50 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a prompt."""
         assert sequence.state is State.WAITING, "only a new sequence can be queued"
-        self._of[State.WAITING][sequence.id] = sequence
+        self._arrivals += 1
+        sequence.number = self._arrivals
+        self._of[State.WAITING][_key(sequence)] = sequence
+        self._requests[sequence.id] = [sequence]
 
     def reserve(self, sequence: Sequence) -> bool:
-        """Take the memory for a prompt that is computed elsewhere and for its growth; False if there is none now."""
-        if self._running >= self._max_running or not self._fits(sequence):
+        """Take the memory for a prompt that is computed elsewhere; False if there is none now.
+
+        Each sequence that may still grow keeps one block from newcomers.
+        """
+        keep = sum(self.memory.may_grow(one) for one in self.sequences(State.DECODING, State.RESERVED))
+        if not self._has_room(sequence) or not self.memory.fits(sequence, computes=False, keep=keep):
             return False
         self.add(sequence)
-        self._move(sequence, State.RESERVED)
-        self._take(sequence)
+        self._take(sequence, State.RESERVED, computes=False)
         return True
 
-    def commit(self, sequence: Sequence, first_token: int, now: float) -> None:
-        """The reserved sequence's bytes are in: decode from its first output token on."""
+    def commit(self, sequence: Sequence, first_tokens: SequenceOf[int], now: float) -> None:
+        """The reserved sequence's bytes are in: decode from its first output tokens on, one per choice."""
         self._move(sequence, State.DECODING)
         sequence.computed = sequence.prompt_tokens
-        sequence.outputs.append(first_token)
-        sequence.started_at = sequence.submitted_at = sequence.last_token_at = now
+        sequence.started_at = sequence.submitted_at = now
+        self.memory.share_full(sequence)
+        self._draw(sequence, first_tokens, now)
 
     # A step ----------------------------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> StepPlan:
         """The next step. Admits prompts: they own their memory when this returns."""
+        preempted = self._grow()
         chunks = [Chunk(sequence=sequence, start=sequence.computed, count=1) for sequence in self._of[State.DECODING].values()]
-        budget = self._max_batch_tokens - len(chunks)
-        for sequence in self._of[State.COMPUTING].values():
-            if budget:
-                chunks.append(self._chunk(sequence, budget))
-                budget -= chunks[-1].count
+        budget = _Budget(self._max_batch_tokens - len(chunks), self._chunk_tokens, self.memory.blocks.block_size,
+                         (one.prompt_tokens - one.computed for one in self.sequences(State.COMPUTING, State.WAITING)))
+        prompts: list[Chunk] = []
+        for sequence in sorted(self._of[State.COMPUTING].values(), key=_rank):
+            self._schedule(sequence, budget, prompts)
         begun, admitted = [], []
         look_ahead, blocked = LOOK_AHEAD, False
         parked = [other for other in self.sequences(State.COMPUTING, State.HANDED_OFF) if other.parked]
-        for sequence in list(self._of[State.WAITING].values()):
-            if not budget or self._running >= self._max_running:
+        for sequence in sorted(self._of[State.WAITING].values(), key=_rank):
+            if not budget.left or not self._has_room(sequence):
                 break
+            if not budget.has_for(sequence.prompt_tokens):
+                continue
             starts = self._may_start(sequence, parked)
             if blocked and not (starts and sequence.begun):
                 continue
@@ -137,77 +213,81 @@ class Scheduler:
                 if sequence.parked:
                     parked.append(sequence)
                 admitted.append(sequence)
-                chunks.append(self._chunk(sequence, budget))
-                budget -= chunks[-1].count
+                self._schedule(sequence, budget, prompts)
             elif look_ahead:
                 look_ahead -= 1
+        self._spend_rest(budget, prompts)
+        chunks += [self._with_snapshots(chunk) for chunk in prompts]
         for chunk in chunks:
-            self._check(chunk)
-        return StepPlan(begun=tuple(begun), admitted=tuple(admitted), chunks=tuple(chunks))
+            self.memory.check_write(chunk.sequence, chunk.start, chunk.count)
+        return StepPlan(preempted=preempted, begun=tuple(begun), admitted=tuple(admitted), chunks=tuple(chunks))
 
-    def advance(self, chunk: Chunk, token: int | None, now: float) -> TokenEvent | None:
-        """The chunk is in the caches and `token` was drawn (None iff the chunk does not sample). May end the sequence."""
+    def advance(self, chunk: Chunk, tokens: SequenceOf[int], now: float) -> list[TokenEvent]:
+        """The chunk is in the caches and `tokens` were drawn, one per choice (none iff it does not sample). May end it."""
         sequence = chunk.sequence
         assert sequence.computed == chunk.start, "a plan is carried out before the next one is made"
-        assert (token is not None) == chunk.samples, "a token is drawn where the plan says so"
-        sequence.computed += chunk.count
-        if token is None:
-            return None
-        finish: FinishReason | None = sequence.finish_with(token)
-        sequence.outputs.append(token)
-        sequence.last_token_at = now
-        event = TokenEvent(request=sequence.id, choice=0, index=len(sequence.outputs) - 1, token=token, finish=finish)
-        if sequence.split:
-            self._move(sequence, State.HANDED_OFF)
-        elif finish is not None:
-            self.end(sequence)
-        elif sequence.state is State.COMPUTING:
-            self._move(sequence, State.DECODING)
-        return event
+        assert len(tokens) == (len(sequence.choices) if chunk.samples else 0), "tokens are drawn where the plan says so"
+        sequence.computed = chunk.end
+        self.memory.share_full(sequence)
+        if chunk.snapshots:
+            self.memory.keep_snapshots(sequence, chunk.snapshots)
+        return self._draw(sequence, tokens, now) if tokens else []
+
+    def discard(self, chunk: Chunk) -> None:
+        """The chunk failed: the slots of its snapshots return. Its sequence is ended by the caller."""
+        for _, slot in chunk.snapshots:
+            self.memory.cache.drop(slot)
 
     def end(self, sequence: Sequence) -> None:
         """Return everything that the sequence owns and forget it. Legal in every state."""
         if sequence.state is not State.WAITING:
-            self.blocks.give_back(sequence.blocks, sequence.owner)
-            if sequence.state_slot is not None:
-                self.slots.give_back(sequence.state_slot, sequence.owner)
-        sequence.blocks, sequence.state_slot = (), None
-        del self._of[sequence.state][sequence.id]
+            self.memory.release(sequence)
+        del self._of[sequence.state][_key(sequence)]
         sequence.move(State.ENDED)
+        left = self._requests[sequence.id]
+        left.remove(sequence)
+        if not left:
+            del self._requests[sequence.id]
+
+    def end_request(self, request: RequestId) -> None:
+        """End all that is left of a request."""
+        for sequence in self.of(request):
+            self.end(sequence)
 
     # Proof -----------------------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
-        """Raise InternalError unless pools and sequences agree about every block and slot."""
-        self.blocks.check_integrity()
-        self.slots.check_integrity()
-        blocks, slots = {}, {}
+        """Raise InternalError unless memory, lists and requests agree about every block, slot and sequence."""
         for state, sequences in self._of.items():
             for sequence in sequences.values():
                 if sequence.state is not state:
                     raise InternalError(f"{sequence.id} is {sequence.state.value} in the list of {state.value}")
-                if state is State.WAITING:
-                    if sequence.blocks or sequence.state_slot is not None:
-                        raise InternalError(f"{sequence.id} waits and holds memory")
-                    continue
-                blocks.update(dict.fromkeys(sequence.blocks, sequence.owner))
-                if sequence.state_slot is not None:
-                    slots[sequence.state_slot] = sequence.owner
-        for what, held, owned in (("blocks", blocks, self.blocks.owned()), ("slots", slots, self.slots.owned())):
-            if held != owned:
-                wrong = ", ".join(sorted(f"{unit} of {owner}" for unit, owner in held.items() ^ owned.items()))
-                raise InternalError(f"sequences and pool disagree about {what}: {wrong}")
+        everyone = self.sequences()
+        self.memory.check_integrity(everyone)
+        known = [sequence for left in self._requests.values() for sequence in left]
+        if {id(one) for one in known} != {id(one) for one in everyone} or len(known) != len(everyone):
+            raise InternalError("the lists of states and of requests hold different sequences")
 
-    # ------------------------------------------------------------------------------------------------------------------
+    # Prompts ----------------------------------------------------------------------------------------------------------
 
-    @property
-    def _running(self) -> int:
-        """Sequences that take part in steps, or may at any time."""
-        return self.count(State.COMPUTING, State.RESERVED, State.DECODING)
+    def _has_room(self, sequence: Sequence) -> bool:
+        """True if it may run, with its branches, beside all that take part in steps or may at any time."""
+        running = self.count(State.COMPUTING, State.RESERVED, State.DECODING)
+        return running + (1 if sequence.split else len(sequence.choices)) <= self._max_running
 
-    def _chunk(self, sequence: Sequence, budget: int) -> Chunk:
-        left = sequence.prompt_tokens - sequence.computed
-        return Chunk(sequence=sequence, start=sequence.computed, count=min(left, self._chunk_tokens, budget))
+    def _schedule(self, sequence: Sequence, budget: _Budget, prompts: list[Chunk]) -> None:
+        count = budget.take(sequence.computed, sequence.prompt_tokens - sequence.computed)
+        if count:
+            prompts.append(Chunk(sequence=sequence, start=sequence.computed, count=count))
+
+    def _spend_rest(self, budget: _Budget, prompts: list[Chunk]) -> None:
+        """The short prompts for which tokens were kept could not start: others go further."""
+        for number, chunk in enumerate(prompts):
+            if more := budget.more(chunk):
+                prompts[number] = replace(chunk, count=chunk.count + more)
+
+    def _with_snapshots(self, chunk: Chunk) -> Chunk:
+        return replace(chunk, snapshots=self.memory.snapshots(chunk.sequence, chunk.start, chunk.end))
 
     def _may_start(self, sequence: Sequence, parked: list[Sequence]) -> bool:
         """False while a prompt without a ready destination would take parked memory over its limit.
@@ -216,53 +296,97 @@ class Scheduler:
         """
         if not sequence.split or sequence.ready or not parked:
             return True
-        held = sum(len(other.blocks) for other in parked) + self.blocks.blocks_for(sequence.rows)
-        slots = len(parked) + 1 if self.slots.total else 0
+        held = sum(len(other.blocks) for other in parked) + self.memory.demand(sequence)
+        slots = len(parked) + 1 if self.memory.slots.total else 0
         return held <= self._parked_blocks_limit and slots <= self._parked_slots_limit
 
     def _unpromised(self, sequence: Sequence) -> bool:
         """True if it fits beside the waiting prompts that have begun: their destinations may hold memory for them already, so
         theirs must be there here. Otherwise they would wait for parked prompts, and those for the memory held there, for ever.
         """
+        memory = self.memory
         begun = [other for other in self._of[State.WAITING].values() if other.begun and other is not sequence]
-        blocks = sum(self.blocks.blocks_for(other.rows) for other in (*begun, sequence))
-        return blocks <= self.blocks.free and (not self.slots.total or len(begun) < self.slots.free)
+        if not begun:
+            return memory.fits(sequence, computes=True)
+        blocks = sum(memory.demand(other) for other in (*begun, sequence))
+        slots = sum(memory.slots_of(other) for other in (*begun, sequence))
+        return blocks <= memory.cache.available and slots <= memory.slots.free
 
     def _admit(self, sequence: Sequence, now: float) -> bool:
-        if not self._fits(sequence):
+        if not self.memory.fits(sequence, computes=True):
             return False
-        self._move(sequence, State.COMPUTING)
-        self._take(sequence)
+        self._take(sequence, State.COMPUTING, computes=True)
         sequence.started_at = now
         return True
 
-    def _fits(self, sequence: Sequence) -> bool:
-        return self.blocks.blocks_for(sequence.rows) <= self.blocks.free and (not self.slots.total or self.slots.free > 0)
+    def _take(self, sequence: Sequence, state: State, *, computes: bool) -> None:
+        """Give a waiting sequence its memory, and make the branches that share it later; it fits."""
+        self._move(sequence, state)
+        if not sequence.split:
+            sequence.branches = tuple(
+                Sequence(request=sequence.request, split=False, max_outputs=sequence.max_outputs, choices=(choice,),
+                         number=sequence.number, submitted_at=sequence.submitted_at) for choice in sequence.choices[1:])
+            for branch in sequence.branches:
+                branch.move(State.RESERVED)
+                self._of[State.RESERVED][_key(branch)] = branch
+                self._requests[sequence.id].append(branch)
+        self.memory.take(sequence, computes=computes)
 
-    def _take(self, sequence: Sequence) -> None:
-        """Take all blocks and the slot in the name of the sequence's state; it fits."""
-        blocks = self.blocks.take(self.blocks.blocks_for(sequence.rows), sequence.owner)
-        assert blocks is not None, "the caller checked that it fits"
-        sequence.blocks = blocks
-        sequence.state_slot = self.slots.take(sequence.owner) if self.slots.total else None
+    # Tokens -----------------------------------------------------------------------------------------------------------
+
+    def _draw(self, sequence: Sequence, tokens: SequenceOf[int], now: float) -> list[TokenEvent]:
+        """The next token of each choice. The choices of one sequence go ways of their own from here on."""
+        sequence.last_token_at = now
+        index = len(sequence.outputs)
+        events = [TokenEvent(request=sequence.id, choice=choice, index=index, token=token, finish=sequence.finish_with(token))
+                  for choice, token in zip(sequence.choices, tokens, strict=True)]
+        if sequence.split:
+            sequence.outputs.append(tokens[0])
+            self._move(sequence, State.HANDED_OFF)
+            return events
+        branches, sequence.branches = sequence.branches, ()
+        for branch, event in zip(branches, events[1:], strict=True):
+            if event.finish is not None:
+                self.end(branch)
+                continue
+            self.memory.branch(sequence, branch)
+            branch.outputs.append(event.token)
+            branch.started_at, branch.last_token_at = sequence.started_at, now
+            self._move(branch, State.DECODING)
+        sequence.choices = sequence.choices[:1]
+        sequence.outputs.append(tokens[0])
+        if events[0].finish is not None:
+            self.end(sequence)
+        elif sequence.state is State.COMPUTING:
+            self._move(sequence, State.DECODING)
+        return events
+
+    def _grow(self) -> tuple[RequestId, ...]:
+        """Give every decoding sequence a block for its next row, first in rank first; who must give way for that."""
+        preempted: list[RequestId] = []
+        for sequence in sorted(self._of[State.DECODING].values(), key=_rank):
+            while sequence.state is State.DECODING and not self.memory.grow(sequence):
+                last: Sequence = max(self._of[State.DECODING].values(), key=_rank)
+                preempted.append(last.id)
+                self.end_request(last.id)
+        return tuple(preempted)
 
     def _move(self, sequence: Sequence, state: State) -> None:
         """Change the state, the list and the name in which memory is held."""
         before = sequence.state
         old = None if before is State.WAITING else sequence.owner
         sequence.move(state)
-        del self._of[before][sequence.id]
-        self._of[state][sequence.id] = sequence
-        if old is not None and old != sequence.owner:
-            self.blocks.reassign(sequence.blocks, old, sequence.owner)
-            if sequence.state_slot is not None:
-                self.slots.reassign(sequence.state_slot, old, sequence.owner)
+        del self._of[before][_key(sequence)]
+        self._of[state][_key(sequence)] = sequence
+        if old is not None:
+            self.memory.rename(sequence, old)
 
-    def _check(self, chunk: Chunk) -> None:
-        """Nothing is written into memory that the sequence does not own."""
-        sequence = chunk.sequence
-        if chunk.start + chunk.count > sequence.rows:
-            raise InternalError(f"{sequence.id} would write row {chunk.start + chunk.count - 1} of {sequence.rows}")
-        self.blocks.check_write(sequence.blocks, chunk.start, chunk.count, sequence.owner)
-        if sequence.state_slot is not None:
-            self.slots.check_owner(sequence.state_slot, sequence.owner)
+
+def _key(sequence: Sequence) -> Key:
+    return sequence.id, sequence.choices[0]
+
+
+def _rank(sequence: Sequence) -> tuple[int, bool, int]:
+    return sequence.rank
+
+

@@ -43,7 +43,7 @@ class State(enum.Enum):
     HANDED_OFF = "handed_off"
     """The prompt is computed and the first token sampled; a transfer owns the blocks and slot until `release`."""
     RESERVED = "reserved"
-    """Its prompt is computed elsewhere; a reservation owns the blocks and slot that the bytes land in."""
+    """Its prompt is computed elsewhere, or by the sequence that it will branch off; a reservation owns its blocks and slot."""
     DECODING = "decoding"
     """One token a step."""
     ENDED = "ended"
@@ -79,20 +79,34 @@ class Timing:
 
 @dataclass(eq=False, kw_only=True)
 class Sequence:
-    """One request. The scheduler alone changes its state."""
+    """One choice of a request, or all of them while they have the same tokens. The scheduler alone changes its state."""
 
     request: GenerationRequest
     split: bool
     """True: only the prompt is computed here, another replica decodes."""
     max_outputs: int
     """Output tokens after which it ends: max_tokens, or less where the context is full before."""
+    choices: tuple[int, ...] = ()
+    """The choices that it stands for; the request's until it branches."""
+    branches: tuple[Sequence, ...] = ()
+    """The sequences of the choices after the first, from the moment that memory was taken for them until they branch off."""
     state: State = State.WAITING
+    number: int = 0
+    """Order of arrival here."""
+    keys: list[bytes] | None = None
+    """Keys of its whole blocks as far as they are known; None: it is not to be found in the prefix cache."""
     blocks: tuple[int, ...] = ()
-    """Block table; rows [0, rows) lie in it. Owned as the state says."""
+    """Block table. The first `shared` of it are the cache's, pinned; the others are owned as the state says."""
+    shared: int = 0
     state_slot: int | None = None
+    cached: int = 0
+    """Tokens that were here when its memory was taken."""
+    snapshot_at: tuple[int, ...] = ()
+    """Lengths of the prompt, whole blocks, after which a snapshot of the states would be found by others."""
     computed: int = 0
     """Tokens that the caches hold."""
     outputs: list[int] = field(default_factory=list)
+    """Of its choice; in a resumed request from the beginning."""
     begun: bool = False
     """Its publisher was told that the scheduler reached it."""
     ready: bool = False
@@ -101,6 +115,10 @@ class Sequence:
     started_at: float | None = None
     last_token_at: float | None = None
 
+    def __post_init__(self) -> None:
+        self.choices = self.choices or self.request.choices
+        self.outputs = self.outputs or list(self.request.output)
+
     @property
     def id(self) -> RequestId:
         """Of the request."""
@@ -108,13 +126,18 @@ class Sequence:
 
     @property
     def prompt_tokens(self) -> int:
-        """Length of the prompt."""
-        return len(self.request.tokens)
+        """Tokens that are computed before one is drawn: the prompt, and in a resumed request its output before."""
+        return len(self.request.tokens) + len(self.request.output)
 
     @property
     def rows(self) -> int:
         """Cache rows that it needs at worst: the last output token is never fed back, so it needs none."""
-        return self.prompt_tokens if self.split else self.prompt_tokens + self.max_outputs - 1
+        return self.prompt_tokens if self.split else len(self.request.tokens) + self.max_outputs - 1
+
+    @property
+    def rank(self) -> tuple[int, bool, int]:
+        """Lower goes first, and is preempted last: by class, then what had begun elsewhere already, then by arrival."""
+        return self.request.priority, not self.request.output, self.number
 
     @property
     def parked(self) -> bool:
@@ -123,11 +146,18 @@ class Sequence:
 
     @property
     def owner(self) -> Owner:
-        """In whose name the pools hold its blocks and slot. Raises InternalError in a state that owns nothing."""
+        """In whose name the pools hold its own blocks and slot. Raises InternalError in a state that owns nothing."""
         kind = _OWNER.get(self.state)
         if kind is None:
             raise InternalError(f"{self.id} is {self.state.value} and owns nothing")
-        return Owner(kind=kind, request=self.id)
+        return Owner(kind=kind, request=self.id, choice=self.choices[0])
+
+    def token_ids(self, start: int, end: int) -> tuple[int, ...]:
+        """Tokens of rows [start, end), which are known."""
+        prompt = self.request.tokens
+        if start >= len(prompt):
+            return tuple(self.outputs[start - len(prompt) : end - len(prompt)])
+        return prompt[start:end] + tuple(self.outputs[: max(0, end - len(prompt))])
 
     def move(self, state: State) -> None:
         """Change the state. Raises InternalError for a step that no sequence may take."""

@@ -6,9 +6,11 @@ from slipstream.engine.ledger import Ledger, Owner
 
 
 class StatePool:
-    """`total` slots, one per sequence. A slot is not cleared when it is freed: a prompt's first chunk starts from zeros."""
+    """Slots `first` to `first + total - 1`. A slot is not cleared when it is freed: a prompt's first chunk starts from
+    zeros."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, first: int = 0) -> None:
+        self._first = first
         self._ledger = Ledger(total, "state slot")
 
     @property
@@ -24,23 +26,23 @@ class StatePool:
     def take(self, owner: Owner) -> int | None:
         """A slot for `owner`, or None if none is free."""
         slots = self._ledger.take(1, owner)
-        return slots[0] if slots else None
+        return self._first + slots[0] if slots else None
 
     def give_back(self, slot: int, owner: Owner) -> None:
         """Return `slot` of `owner`. Raises InternalError on a double or foreign free."""
-        self._ledger.give_back((slot,), owner)
+        self._ledger.give_back((slot - self._first,), owner)
 
     def reassign(self, slot: int, old: Owner, new: Owner) -> None:
         """Hand `slot` from `old` to `new`."""
-        self._ledger.reassign((slot,), old, new)
+        self._ledger.reassign((slot - self._first,), old, new)
 
     def check_owner(self, slot: int, owner: Owner) -> None:
         """Raise InternalError unless `owner` owns `slot`."""
-        self._ledger.check_owner((slot,), owner)
+        self._ledger.check_owner((slot - self._first,), owner)
 
     def owned(self) -> dict[int, Owner]:
         """Every slot that is not free, with its owner."""
-        return self._ledger.owned()
+        return {self._first + slot: owner for slot, owner in self._ledger.owned().items()}
 
     def check_integrity(self) -> None:
         """Raise InternalError unless every slot has exactly one owner."""

@@ -29,7 +29,10 @@ class Split:
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardBatch:
-    """Ragged batch: the tokens of S sequences one after the other; a decode step is a sequence with one token."""
+    """Ragged batch: the tokens of S sequences one after the other; a decode step is a sequence with one token.
+
+    One prompt may be several sequences, each the continuation of the one before it.
+    """
 
     token_ids: Tensor
     """[T] int64."""
@@ -51,23 +54,35 @@ class ForwardBatch:
     """[M] int64 rows of T that take an image embedding instead of the token's."""
     visual_embeds: Tensor | None = None
     """[M, hidden] in the order of visual_rows."""
+    state_sources: Tensor | None = None
+    """[S] int64: the slots that the states are read from; None: those that they are written to."""
+    follows: tuple[bool, ...] = ()
+    """[S] True: it is the continuation of the sequence before it, and reads the slot that that one writes. Empty: none is."""
+
+    @property
+    def sources(self) -> Tensor:
+        """[S] int64: the slots that the states are read from."""
+        return self.state_slots if self.state_sources is None else self.state_sources
 
     @cached_property
     def split(self) -> Split:
-        """Found once for all layers. The first token of a sequence is a chunk: it has no state to go on from."""
-        chunks, decoding, rows, lengths, row = [], [], [], [], 0
+        """Found once for all layers. The first token of a sequence is a chunk, as it has no state to go on from; so is one
+        that another sequence follows, as that needs its state first."""
+        followed = (*self.follows[1:], False) if self.follows else (False,) * len(self.query_lens)
+        chunks, decoding, rows, row = [], [], [], 0
         for sequence, (count, context) in enumerate(zip(self.query_lens, self.context_lens, strict=True)):
-            if count == 1 and context:
+            if count == 1 and context and not followed[sequence]:
                 decoding.append(sequence)
                 rows.append(row)
-                lengths.append(context + 1)
             else:
                 chunks.append((sequence, slice(row, row + count)))
             row += count
-        device = self.token_ids.device
-        return Split(chunks=tuple(chunks), decoding=torch.tensor(decoding, dtype=torch.int64, device=device),
-                     decode_rows=torch.tensor(rows, dtype=torch.int64, device=device),
-                     decode_lengths=torch.tensor(lengths, dtype=torch.int64, device=device))
+
+        def indices(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=self.token_ids.device)
+
+        return Split(chunks=tuple(chunks), decoding=indices(decoding), decode_rows=indices(rows),
+                     decode_lengths=indices([self.context_lens[sequence] + 1 for sequence in decoding]))
 
 
 @dataclass(frozen=True, kw_only=True)

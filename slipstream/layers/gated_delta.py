@@ -38,7 +38,7 @@ class GatedNorm(nn.Module):
 
 
 class GatedDeltaNet(nn.Module):
-    """One linear-attention layer. States are read from and written to the sequence's slot."""
+    """One linear-attention layer. States are read from the sequence's source and written to its slot."""
 
     def __init__(self, checkpoint: Checkpoint, layer: LinearLayer, kernels: Kernels) -> None:
         super().__init__()
@@ -68,14 +68,15 @@ class GatedDeltaNet(nn.Module):
         """[T, V, E] in the model's dtype."""
         split = batch.split
         if not split.chunks:
-            return self._step(qkv, decay, beta, batch.state_slots, cache)
+            return self._step(qkv, decay, beta, batch.sources, batch.state_slots, cache)
         mixed = qkv.new_empty(qkv.shape[0], self.spec.value_heads, self.spec.value_head_size)
         for sequence, rows in split.chunks:
-            mixed[rows] = self._chunk(qkv[rows], decay[rows], beta[rows], int(batch.state_slots[sequence]),
-                                      batch.context_lens[sequence] == 0, cache)
+            source = int(batch.sources[sequence]) if batch.context_lens[sequence] else None
+            mixed[rows] = self._chunk(qkv[rows], decay[rows], beta[rows], source, int(batch.state_slots[sequence]), cache)
         if len(split.decoding):
             one = split.decode_rows
-            mixed.index_copy_(0, one, self._step(qkv[one], decay[one], beta[one], batch.state_slots[split.decoding], cache))
+            mixed.index_copy_(0, one, self._step(qkv[one], decay[one], beta[one], batch.sources[split.decoding],
+                                                 batch.state_slots[split.decoding], cache))
         return mixed
 
     def _decay(self, a: Tensor) -> Tensor:
@@ -92,18 +93,19 @@ class GatedDeltaNet(nn.Module):
         k = _unit(k.reshape(shape)).repeat_interleave(repeat, -2)
         return q, k, v.reshape(*y.shape[:-1], spec.value_heads, spec.value_head_size).float()
 
-    def _chunk(self, qkv: Tensor, decay: Tensor, beta: Tensor, slot: int, fresh: bool, cache: LinearCache) -> Tensor:
-        conv = torch.zeros_like(cache.conv[slot]) if fresh else cache.conv[slot]
-        state = torch.zeros_like(cache.recurrent[slot]) if fresh else cache.recurrent[slot].float()
+    def _chunk(self, qkv: Tensor, decay: Tensor, beta: Tensor, source: int | None, slot: int, cache: LinearCache) -> Tensor:
+        """`source` None: from zeros."""
+        conv = torch.zeros_like(cache.conv[slot]) if source is None else cache.conv[source]
+        state = torch.zeros_like(cache.recurrent[slot]) if source is None else cache.recurrent[source].float()
         y, conv = self.kernels.causal_conv(qkv[None], conv[None], self.conv1d.weight[:, 0])
         out, state = self.kernels.gated_delta_chunks(*self._heads(y[0]), decay, beta, state)
         cache.conv[slot] = conv[0]
         cache.recurrent[slot] = state
         return out.to(qkv.dtype)
 
-    def _step(self, qkv: Tensor, decay: Tensor, beta: Tensor, slots: Tensor, cache: LinearCache) -> Tensor:
-        y, conv = self.kernels.causal_conv(qkv[:, None], cache.conv[slots], self.conv1d.weight[:, 0])
-        out, state = self.kernels.gated_delta_step(*self._heads(y[:, 0]), decay, beta, cache.recurrent[slots].float())
+    def _step(self, qkv: Tensor, decay: Tensor, beta: Tensor, sources: Tensor, slots: Tensor, cache: LinearCache) -> Tensor:
+        y, conv = self.kernels.causal_conv(qkv[:, None], cache.conv[sources], self.conv1d.weight[:, 0])
+        out, state = self.kernels.gated_delta_step(*self._heads(y[:, 0]), decay, beta, cache.recurrent[sources].float())
         cache.conv.index_copy_(0, slots, conv)
         cache.recurrent.index_copy_(0, slots, state.to(cache.recurrent.dtype))
         return out.to(qkv.dtype)

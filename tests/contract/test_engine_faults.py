@@ -151,11 +151,11 @@ def test_commit_needs_a_reservation_that_goes_on() -> None:
     with pytest.raises(InternalError, match="not known"):
         engine.commit(RequestId(name="r"), first_tokens=[1], mrope=mrope)
     engine.submit(request("waiting", [1, 2]))
-    with pytest.raises(InternalError, match="from waiting to decoding"):
+    with pytest.raises(InternalError, match="waiting, not reserved"):
         engine.commit(RequestId(name="waiting"), first_tokens=[1], mrope=mrope)
     engine.abort(RequestId(name="waiting"))
     engine.reserve(request("r", [1, 2], 4, stop=[9]))
-    with pytest.raises(InvalidRequestError, match="one choice"):
+    with pytest.raises(InvalidRequestError, match="2 first tokens for 1 choices"):
         engine.commit(RequestId(name="r"), first_tokens=[1, 2], mrope=mrope)
     with pytest.raises(InternalError, match="nothing to decode"):
         engine.commit(RequestId(name="r"), first_tokens=[9], mrope=mrope)

@@ -18,13 +18,13 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[tuple[object, ...]] = []
 
-    def begin(self) -> None:
+    def begin(self, cached_tokens: int) -> None:
         """See engine.Publisher."""
-        self.calls.append(("begin",))
+        self.calls.append(("begin", cached_tokens))
 
-    def allocated(self, blocks: tuple[int, ...], state_slot: int | None) -> None:
+    def allocated(self, blocks: tuple[int, ...], state_slot: int | None, cached_tokens: int) -> None:
         """See engine.Publisher."""
-        self.calls.append(("allocated", blocks, state_slot))
+        self.calls.append(("allocated", blocks, state_slot, cached_tokens))
 
     def layer_done(self, layer: int, num_tokens: int, last_chunk: bool) -> None:
         """See engine.Publisher."""
@@ -40,10 +40,13 @@ class Recorder:
 
 
 def request(name: str, tokens: Sequence[int], max_tokens: int = 8, *, grids: Sequence[Grid] = (), temperature: float = 0.0,
-            top_p: float = 1.0, seed: int = 0, stop: Sequence[int] = (), ignore_eos: bool = False) -> GenerationRequest:
+            top_p: float = 1.0, seed: int = 0, stop: Sequence[int] = (), ignore_eos: bool = False,
+            images: Sequence[bytes] = (), choices: tuple[int, ...] = (0,), output: Sequence[int] = (), salt: str = ""
+            ) -> GenerationRequest:
     """A request with the usual values."""
     return GenerationRequest(
-        id=RequestId(name=name), tokens=tuple(tokens), grids=tuple(grids),
+        id=RequestId(name=name), tokens=tuple(tokens), grids=tuple(grids), images=tuple(images), choices=choices,
+        output=tuple(output), cache_salt=salt,
         sampling=SamplingParams(temperature=temperature, top_p=top_p, seed=seed),
         stop=StopParams(max_tokens=max_tokens, stop_token_ids=frozenset(stop), ignore_eos=ignore_eos))
 
@@ -83,12 +86,13 @@ def run(engine: Engine, collector: Collector | None = None, first_index: int = 0
 
 def copy_state(source: Engine, blocks: Sequence[int], slot: int | None, target: Engine, landing: Reservation,
                rows: int) -> None:
-    """Copy KV rows [0, rows) and the recurrent states of a prompt, as a transfer would. Block sizes may not differ."""
+    """Copy KV rows [landing.have_tokens, rows) and the recurrent states of a prompt, as a transfer would. Block sizes may not
+    differ."""
     for ours, theirs in zip(source.caches, target.caches, strict=True):
         if isinstance(ours, AttentionCache):
             assert isinstance(theirs, AttentionCache)
             size = ours.kv.shape[2]
-            for row in range(rows):
+            for row in range(landing.have_tokens, rows):
                 there = landing.blocks[row // size]
                 theirs.kv[there, :, row % size] = ours.kv[blocks[row // size], :, row % size]
         else:

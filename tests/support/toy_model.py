@@ -106,7 +106,7 @@ class ToyModel:
         row = 0
         for s, (query, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
             slot = int(batch.state_slots[s])
-            state = int(cache.recurrent[slot, 0, 0, 0]) if context else 0
+            state = int(cache.recurrent[batch.sources[s], 0, 0, 0]) if context else 0
             for _ in range(query):
                 state = _mix(state, int(values[row]), batch.positions[row].tolist())
                 sums[row] = state

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from decode.admission import CLAIM_SECONDS, MAX_RETRY_SECONDS, MIN_RETRY_SECONDS, Admission, blocks_needed
+from decode.admission import CLAIM_SECONDS, MAX_RETRY_SECONDS, MIN_RETRY_SECONDS, Admission, Need
 from slipstream.types import EngineLoad
 
 
@@ -20,77 +20,70 @@ def end(admission: Admission, *times: float) -> None:
 def test_the_end_of_a_refused_request_says_nothing_about_memory() -> None:
     admission = Admission()
     end(admission, 0.0, 0.5)
-    hint = admission.refused("a", 1, load(0), 1.0).retry_after_seconds
+    hint = admission.refused("a", Need(blocks=1), load(0), 1.0).retry_after_seconds
     admission.ended("a", 1.0)
-    assert admission.refused("a", 1, load(0), 1.0).retry_after_seconds == hint == 0.5
+    assert admission.refused("a", Need(blocks=1), load(0), 1.0).retry_after_seconds == hint == 0.5
 
 
 def test_an_empty_line_admits_everybody() -> None:
     admission = Admission()
-    assert admission.ask("a", 100, load(100), 0.0) is None
-    assert admission.ask("b", 200, load(0), 0.0) is None, "the pools say no, not the line"
+    assert admission.ask("a", Need(blocks=100), load(100), 0.0) is None
+    assert admission.ask("b", Need(blocks=200), load(0), 0.0) is None, "the pools say no, not the line"
 
 
 def test_a_refusal_names_what_is_missing() -> None:
     admission = Admission()
-    assert "30 blocks are needed, 20 of 100" in admission.refused("a", 30, load(20), 0.0).reason
-    assert "all 4 state slots" in admission.refused("b", 1, load(20, free_slots=0), 0.0).reason
-    assert "7 sequences run" in admission.refused("c", 1, load(20, running=7, total_slots=0, free_slots=0), 0.0).reason
+    assert "30 blocks are needed, 20 of 100" in admission.refused("a", Need(blocks=30), load(20), 0.0).reason
+    assert "1 state slots are needed, 0 of 4" in admission.refused("b", Need(blocks=1), load(20, free_slots=0), 0.0).reason
+    assert "7 sequences run" in admission.refused("c", Need(blocks=1), load(20, running=7, total_slots=0, free_slots=0), 0.0).reason
 
 
 def test_a_small_request_does_not_starve_a_large_one() -> None:
     admission = Admission()
-    admission.refused("large", 60, load(50), 0.0)
-    busy = admission.ask("small", 10, load(50), 0.1)
+    admission.refused("large", Need(blocks=60), load(50), 0.0)
+    busy = admission.ask("small", Need(blocks=10), load(50), 0.1)
     assert busy is not None
     assert "1 requests wait" in busy.reason
-    assert admission.ask("large", 60, load(60), 0.2) is None, "the head of the line is asked for nothing"
+    assert admission.ask("large", Need(blocks=60), load(60), 0.2) is None, "the head of the line is asked for nothing"
     admission.admitted("large")
-    assert admission.ask("small", 10, load(50), 0.3) is None, "nobody is ahead of it any more"
+    assert admission.ask("small", Need(blocks=10), load(50), 0.3) is None, "nobody is ahead of it any more"
 
 
 def test_a_small_request_passes_where_it_leaves_enough() -> None:
     admission = Admission()
-    admission.refused("large", 60, load(50), 0.0)
-    assert admission.ask("small", 10, load(70), 0.1) is None
-    assert admission.ask("small", 11, load(70), 0.1) is not None
+    admission.refused("large", Need(blocks=60), load(50), 0.0)
+    assert admission.ask("small", Need(blocks=10), load(70), 0.1) is None
+    assert admission.ask("small", Need(blocks=11), load(70), 0.1) is not None
 
 
 def test_the_last_state_slot_is_kept_for_the_head() -> None:
     admission = Admission()
-    admission.refused("first", 1, load(100, free_slots=0), 0.0)
-    assert admission.ask("second", 1, load(100, free_slots=1), 0.1) is not None
-    assert admission.ask("third", 1, load(100, free_slots=2), 0.1) is None
+    admission.refused("first", Need(blocks=1), load(100, free_slots=0), 0.0)
+    assert admission.ask("second", Need(blocks=1), load(100, free_slots=1), 0.1) is not None
+    assert admission.ask("third", Need(blocks=1), load(100, free_slots=2), 0.1) is None
 
 
 def test_a_place_is_lost_after_a_while() -> None:
     admission = Admission()
-    admission.refused("gone", 60, load(50), 0.0)
-    assert admission.ask("small", 10, load(50), CLAIM_SECONDS) is not None
+    admission.refused("gone", Need(blocks=60), load(50), 0.0)
+    assert admission.ask("small", Need(blocks=10), load(50), CLAIM_SECONDS) is not None
     admission = Admission()
-    admission.refused("gone", 60, load(50), 0.0)
-    assert admission.ask("small", 10, load(50), CLAIM_SECONDS + 0.01) is None
+    admission.refused("gone", Need(blocks=60), load(50), 0.0)
+    assert admission.ask("small", Need(blocks=10), load(50), CLAIM_SECONDS + 0.01) is None
 
 
 def test_a_place_is_kept_over_refusals_and_the_hint_grows_with_it() -> None:
     admission = Admission()
     end(admission, 0.0, 0.5, 1.0)
-    hints = [admission.refused(name, 60, load(50), 1.0).retry_after_seconds for name in ("a", "b")]
+    hints = [admission.refused(name, Need(blocks=60), load(50), 1.0).retry_after_seconds for name in ("a", "b")]
     assert hints[1] == min(MAX_RETRY_SECONDS, 2 * hints[0])
-    admission.refused("a", 60, load(50), 1.9)  # asks again: still the first
-    assert admission.ask("a", 60, load(50), 2.5) is None
-    assert admission.ask("b", 60, load(50), 2.5) is not None
+    admission.refused("a", Need(blocks=60), load(50), 1.9)  # asks again: still the first
+    assert admission.ask("a", Need(blocks=60), load(50), 2.5) is None
+    assert admission.ask("b", Need(blocks=60), load(50), 2.5) is not None
 
 
 def test_hints_are_bounded() -> None:
     admission = Admission()
-    assert admission.refused("a", 1, load(0), 0.0).retry_after_seconds >= MIN_RETRY_SECONDS
+    assert admission.refused("a", Need(blocks=1), load(0), 0.0).retry_after_seconds >= MIN_RETRY_SECONDS
     end(admission, 0.0, 0.0)
-    assert admission.refused("b", 1, load(0), 1000.0).retry_after_seconds == MAX_RETRY_SECONDS
-
-
-def test_blocks_needed_counts_output_but_not_its_last_token() -> None:
-    assert blocks_needed(16, 1, max_context=100, block_size=16) == 1
-    assert blocks_needed(16, 2, max_context=100, block_size=16) == 2
-    assert blocks_needed(1, 16, max_context=100, block_size=16) == 1
-    assert blocks_needed(90, 1000, max_context=97, block_size=16) == 6, "the context ends it"
+    assert admission.refused("b", Need(blocks=1), load(0), 1000.0).retry_after_seconds == MAX_RETRY_SECONDS
