@@ -18,10 +18,15 @@ from slipstream.errors import CoverageError, ProtocolError
 class Coverage:
     """One prompt's progress on one side of one transfer."""
 
-    def __init__(self, layout: CacheLayout, num_tokens: int) -> None:
+    def __init__(self, layout: CacheLayout, num_tokens: int, have_tokens: int = 0) -> None:
+        """`have_tokens`: of the prompt's beginning, that the destination has: their rows do not travel. Raises ProtocolError
+        unless they are whole blocks of the prompt."""
+        if have_tokens % layout.block_size or not 0 <= have_tokens <= num_tokens:
+            raise ProtocolError(f"the destination says that it has {have_tokens} of {num_tokens} tokens; it can only have whole "
+                                f"blocks of {layout.block_size}")
         self.layout = layout
         self.num_tokens = num_tokens
-        self.done = [0] * len(layout.tensors)
+        self.done = [have_tokens if spec.kind is Kind.KV else 0 for spec in layout.tensors]
         self.kv_bytes = 0
         self.state_bytes = 0
         self._digests = [xxhash.xxh3_128() for _ in layout.tensors]

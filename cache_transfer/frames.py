@@ -69,7 +69,8 @@ def handoff_to_pb(handoff: Handoff) -> pb.Handoff:
     return pb.Handoff(
         version=VERSION, request_id=handoff.request_id, prompt_tokens=handoff.prompt_tokens,
         state_token_count=handoff.state_token_count, cached_tokens=handoff.cached_tokens,
-        choices=[pb.Choice(first_token=choice.first_token, finished=choice.finished) for choice in handoff.choices],
+        choices=[pb.Choice(first_token=choice.first_token, choice=choice.choice, finished=choice.finished)
+                 for choice in handoff.choices],
         mrope_delta=handoff.mrope.delta, mrope_last_position=handoff.mrope.last_position)
 
 
@@ -79,9 +80,12 @@ def handoff_from_pb(message: pb.Handoff) -> Handoff:
         raise ProtocolError(f"a Handoff of version {message.version}; this side speaks {VERSION}")
     if len(message.mrope_last_position) != 3 or not message.choices:
         raise ProtocolError("a Handoff without three position axes and at least one choice")
+    if len({choice.choice for choice in message.choices}) < len(message.choices):
+        raise ProtocolError("a Handoff names a choice twice")
     t, h, w = message.mrope_last_position
     return Handoff(
         request_id=message.request_id, prompt_tokens=message.prompt_tokens, state_token_count=message.state_token_count,
         cached_tokens=message.cached_tokens,
-        choices=tuple(HandoffChoice(first_token=choice.first_token, finished=choice.finished) for choice in message.choices),
+        choices=tuple(HandoffChoice(first_token=choice.first_token, choice=choice.choice, finished=choice.finished)
+                      for choice in message.choices),
         mrope=MropeState(delta=message.mrope_delta, last_position=(t, h, w)))

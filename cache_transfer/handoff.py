@@ -14,6 +14,8 @@ class HandoffChoice:
     """One choice's first token."""
 
     first_token: int
+    choice: int = 0
+    """Its number in the request."""
     finished: bool = False
     """The first token ended the choice: there is nothing to decode."""
 

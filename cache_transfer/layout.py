@@ -88,7 +88,7 @@ class CacheLayout:
         return num_tokens if tensor.kind is Kind.KV else tensor.unit_bytes
 
     def bytes_necessary(self, num_tokens: int) -> tuple[int, int]:
-        """(KV bytes, state bytes) of a prompt: slope * tokens, and a constant."""
+        """(KV bytes, state bytes) of so many tokens to send: slope * tokens, and a constant."""
         kv = sum(tensor.unit_bytes for tensor in self.tensors if tensor.kind is Kind.KV) * num_tokens
         return kv, sum(tensor.unit_bytes for tensor in self.tensors if tensor.kind is not Kind.KV)
 

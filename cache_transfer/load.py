@@ -171,8 +171,9 @@ class CacheLoader:
             if landing is None:
                 await _part(call, frames.control(busy=pb.Busy(reason="no memory for the prompt and its output")))
                 raise BusyError("the decode replica has no memory for this request now", retry_after_seconds=0.1)
-            await call.write(frames.control(ready=pb.Ready()))
-            return await self._land(call, landing, Coverage(self._memory.layout, num_tokens), began)
+            coverage = Coverage(self._memory.layout, num_tokens, landing.have_tokens)
+            await call.write(frames.control(ready=pb.Ready(have_tokens=landing.have_tokens)))
+            return await self._land(call, landing, coverage, began)
         except (grpc.aio.AioRpcError, BusyError):
             raise
         except Exception as error:

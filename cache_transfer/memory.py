@@ -24,6 +24,8 @@ class Landing:
     blocks: tuple[int, ...]
     """Block table: token i is row i % block_size of blocks[i // block_size]."""
     state_slot: int | None
+    have_tokens: int = 0
+    """Destination: rows [0, have_tokens), whole blocks, are here already. They are not sent, and never written."""
 
 
 class CacheMemory:

@@ -84,7 +84,7 @@ class SourceTransfer:
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
-        self._begun = False
+        self._begun: int | None = None
         self._where: Landing | None = None
         self._final = [0] * len(memory.layout.tensors)
         self._by_layer: dict[int, list[tuple[int, TensorSpec]]] = {}
@@ -98,14 +98,18 @@ class SourceTransfer:
 
     # The engine's Publisher: any thread -------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """The scheduler reached the prompt."""
-        self._begun = True
+    def begin(self, cached_tokens: int) -> None:
+        """The scheduler reached the prompt, so much of which is cached."""
+        self._begun = cached_tokens
         self._wake()
 
-    def allocated(self, blocks: tuple[int, ...], state_slot: int | None) -> None:
-        """Where the prompt lies on this rank."""
+    def allocated(self, blocks: tuple[int, ...], state_slot: int | None, cached_tokens: int) -> None:
+        """Where the prompt lies on this rank; its KV rows [0, cached_tokens) are final."""
         self._where = Landing(blocks=blocks, state_slot=state_slot)
+        for number, spec in enumerate(self._memory.layout.tensors):
+            if spec.kind is Kind.KV:
+                self._final[number] = cached_tokens
+        self._wake()
 
     def layer_done(self, layer: int, num_tokens: int, last_chunk: bool) -> None:
         """Rows [0, num_tokens) of the layer are final; its states are if this was the last chunk."""
@@ -202,8 +206,8 @@ class SourceTransfer:
     async def _converse(self, read: Read, write: Write) -> None:
         reader = asyncio.create_task(_control(read))
         try:
-            await self._until(lambda: self._begun, reader)
-            await write(frames.control(begin=pb.Begin(num_tokens=self._num_tokens,
+            await self._until(lambda: self._begun is not None, reader)
+            await write(frames.control(begin=pb.Begin(num_tokens=self._num_tokens, cached_tokens=self._begun or 0,
                                                       num_layers=len(self._memory.layout.layers))))
             answer = await self._answer(reader)
             kind = answer.WhichOneof("message")
@@ -211,9 +215,10 @@ class SourceTransfer:
                 raise _LeftError(f"the destination is busy: {answer.busy.reason}")
             if kind != "ready":
                 raise ProtocolError(f"{kind} instead of Ready or Busy")
+            coverage = Coverage(self._memory.layout, self._num_tokens, answer.ready.have_tokens)
             self._listener.ready()
             reader = asyncio.create_task(_control(read))
-            await self._push(write, reader)
+            await self._push(coverage, write, reader)
             answer = await self._answer(reader)
             if answer.WhichOneof("message") != "done":
                 raise ProtocolError(f"{answer.WhichOneof('message')} instead of Done")
@@ -223,9 +228,8 @@ class SourceTransfer:
             reader.cancel()
             reader.add_done_callback(lambda read: read.cancelled() or read.exception())
 
-    async def _push(self, write: Write, reader: Reader) -> None:
+    async def _push(self, coverage: Coverage, write: Write, reader: Reader) -> None:
         """Send what is final as it becomes final, until the Handoff is out."""
-        coverage = Coverage(self._memory.layout, self._num_tokens)
         while True:
             handoff = self._handoff
             if handoff is not None and (handoff.finished or coverage.complete):

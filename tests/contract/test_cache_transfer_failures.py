@@ -99,8 +99,8 @@ class Site:
         """Announced and placed; nothing is computed yet."""
         log = Log()
         transfer = self.store.expect(name, "r", tokens, log)
-        transfer.begin()
-        transfer.allocated(PLACE.blocks, PLACE.state_slot)
+        transfer.begin(0)
+        transfer.allocated(PLACE.blocks, PLACE.state_slot, 0)
         return transfer, log
 
     def compute(self, transfer: SourceTransfer, tokens: int = TOKENS, *, layers: int = 4) -> None:
@@ -231,7 +231,7 @@ async def test_a_bug_on_the_source_fails_both_sides_of_one_transfer() -> None:
 async def test_blocks_outside_the_pool_are_never_read() -> None:
     async with serving() as site, destination(site.address) as here:
         transfer, log = site.prompt("t", 4)
-        transfer.allocated((transfer_rig.BLOCKS,), 3)
+        transfer.allocated((transfer_rig.BLOCKS,), 3, 0)
         site.compute(transfer, 4)
         with pytest.raises(SlipstreamError, match=f"block {transfer_rig.BLOCKS} of a pool of {transfer_rig.BLOCKS}"):
             await here.load("t")

@@ -1,6 +1,6 @@
 """A source rank in a process of its own: serves known random contents, driven by lines of JSON on stdin.
 
-Commands: {"expect": id, "tokens": n, "blocks": [...], "slot": s, "chunks": [...], "finished": bool}, {"fail": id},
+Commands: {"expect": id, "tokens": n, "blocks": [...], "slot": s, "cached": n, "chunks": [...], "finished": bool}, {"fail": id},
 {"state": true}. Every command is answered by one JSON line; events of transfers come as lines too.
 """
 
@@ -56,12 +56,14 @@ def damage(kind: str) -> Channel:
 
 async def compute(transfer: SourceTransfer, command: dict[str, object], layers: int) -> None:
     """Publish as prefill would: layer by layer, chunk by chunk."""
-    tokens, chunks = command["tokens"], command.get("chunks") or [command["tokens"]]
+    tokens, cached = command["tokens"], command.get("cached", 0)
     assert isinstance(tokens, int)
+    assert isinstance(cached, int)
+    chunks = command.get("chunks") or [tokens - cached]
     assert isinstance(chunks, list)
-    transfer.begin()
-    transfer.allocated(tuple(command["blocks"]), command["slot"])  # type: ignore[arg-type]
-    end = 0
+    transfer.begin(cached)
+    transfer.allocated(tuple(command["blocks"]), command["slot"], cached)  # type: ignore[arg-type]
+    end = cached
     for chunk in chunks:
         end += chunk
         for layer in range(layers):

@@ -16,7 +16,7 @@ from slipstream.types import MropeState
 from slipstream.v1 import cache_store_pb2 as pb
 
 HANDOFF = Handoff(request_id="r", prompt_tokens=17, state_token_count=17, cached_tokens=4,
-                  choices=(HandoffChoice(first_token=7), HandoffChoice(first_token=0, finished=True)),
+                  choices=(HandoffChoice(first_token=7), HandoffChoice(first_token=0, choice=1, finished=True)),
                   mrope=MropeState(delta=-18, last_position=(3, 0, 5)))
 
 RANGES = st.lists(st.builds(Range, st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1)), max_size=5)
