@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 import pytest
 
@@ -102,8 +103,9 @@ async def test_greedy_equals_transformers(pairs: list[Pair], by_name: dict[str, 
 
 
 async def test_the_report_counts_every_byte(pairs: list[Pair], by_name: dict[str, Sample]) -> None:
+    """Of a prompt that nobody has seen, and of the same again: only what decode does not have travels."""
     sample = by_name["img_lookup-0"]
-    answer = await pairs[0].ask(of(sample))
+    answer = await pairs[0].ask(replace(of(sample), salt="bytes"))
     layers = CHECKPOINT.layers
     kv = sum(2 * layer.kv_heads * layer.head_size * 4 for layer in layers if isinstance(layer, AttentionLayer))
     state = sum(4 * (sum(layer.conv_segments) * (layer.conv_width - 1)
@@ -114,6 +116,36 @@ async def test_the_report_counts_every_byte(pairs: list[Pair], by_name: dict[str
     assert answer.decode.compute_seconds > 0
     assert answer.prefill.compute_seconds > 0
     assert answer.prefill.queue_seconds >= 0
+    again = await pairs[0].ask(replace(of(sample), salt="bytes"))
+    length, block = len(sample.tokens), 16
+    assert (answer.prefill.cached_tokens, again.prefill.cached_tokens) == (0, (length - 1) // block * block)
+    assert (again.decode.kv_bytes, again.decode.state_bytes) == (kv * (length % block), state)
+    assert again.decode.cached_tokens == again.prefill.cached_tokens
+    assert again.tokens == answer.tokens
+
+
+async def test_three_choices_are_one_prefill_and_one_transfer(pairs: list[Pair], by_name: dict[str, Sample]) -> None:
+    sample = by_name["img_describe-0"]
+    prompt = replace(of(sample, 24), sampling=SamplingParams(temperature=8.0, seed=11))
+    alone = [await pairs[0].ask(replace(prompt, choices=(choice,), salt=f"alone {choice}")) for choice in range(3)]
+    together = await pairs[0].ask(replace(prompt, choices=(0, 1, 2), salt="together"))
+    assert [together.tokens, *together.others.values()] == [one.tokens for one in alone]
+    assert len({tuple(one.tokens) for one in alone}) == 3
+    assert together.decode.kv_bytes == alone[0].decode.kv_bytes, "as much as for one"
+    assert together.decode.state_bytes == alone[0].decode.state_bytes
+
+
+async def test_a_resumed_request_goes_on_where_it_was(pairs: list[Pair], by_name: dict[str, Sample]) -> None:
+    """After any number of tokens, sampled and penalised, on replicas that have never seen it."""
+    sampling = SamplingParams(temperature=2.0, seed=5, frequency_penalty=0.3, repetition_penalty=1.2)
+    for number, name in enumerate(("img_describe-0", "img_json-1")):
+        prompt = replace(of(by_name[name], 20), sampling=sampling, ignore_eos=True)
+        whole = (await pairs[number].ask(prompt)).tokens
+        assert len(set(whole)) > 6
+        for at in (1, 5, len(whole) - 1):
+            rest = await pairs[2].ask(replace(prompt, output=whole[:at], salt=f"{name} {at}"))
+            assert rest.tokens == whole[at:]
+            assert rest.prefill.cached_tokens == 0
 
 
 async def test_samples_are_right_with_8_in_flight(pairs: list[Pair], samples: Samples, by_name: dict[str, Sample]) -> None:

@@ -17,7 +17,7 @@ from tests.support.worker_client import Answer, Pair, Prompt, Worker, pair
 
 LEASE_SECONDS = 2.0
 SHORT = Prompt(tokens=range(40, 60), max_tokens=12, ignore_eos=True)
-SLOW = Prompt(tokens=[20 + i % 180 for i in range(900)], max_tokens=4, ignore_eos=True)
+SLOW = Prompt(tokens=[20 + i % 180 for i in range(900)], max_tokens=4, ignore_eos=True, fresh=True)
 """Takes seconds to compute: its replica takes few tokens a step."""
 LONG = Prompt(tokens=range(40, 60), max_tokens=3000, ignore_eos=True)
 """Takes many seconds to decode."""
@@ -263,7 +263,8 @@ async def test_the_first_token_may_be_the_end(both: Pair, answers: dict[str, lis
 async def test_a_finished_prompt_does_not_wait_for_a_destination_that_never_comes(both: Pair) -> None:
     to_prefill, _ = await both.submits(Prompt(tokens=range(40, 60), max_tokens=1))
     leg = await both.prefill.submit(to_prefill)
-    assert (await leg.finished(5)).reason == pb.FINISH_REASON_LENGTH
+    assert not (await leg.finished(5)).handed_off
+    assert leg.reasons == {0: FinishReason.LENGTH}
     await both.prefill.until_empty(5)
 
 

@@ -11,13 +11,14 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
 from slipstream.rpc.channel import connect
+from slipstream.types import FinishReason
 from slipstream.v1 import worker_pb2 as pb
 from tests.support.cluster import Cluster
 from tests.support.worker_client import Pair, Prompt, Worker, pair
 
 LEASE_SECONDS = 2.0
 SHORT = Prompt(tokens=range(40, 60), max_tokens=12, ignore_eos=True)
-SLOW = Prompt(tokens=[20 + i % 180 for i in range(900)], max_tokens=4, ignore_eos=True)
+SLOW = Prompt(tokens=[20 + i % 180 for i in range(900)], max_tokens=4, ignore_eos=True, fresh=True)
 """Takes seconds to compute: prefill takes few tokens a step."""
 SMALL_STEPS = ["engine.prefill_chunk_tokens=4", f"transfer.lease_seconds={LEASE_SECONDS}"]
 
@@ -150,7 +151,8 @@ async def test_drain_lets_requests_end_and_takes_no_new_ones(cluster: Cluster, b
         failed = await (await last.decode.submit(refused)).failed(5)
         assert failed.code == pb.ERROR_CODE_UNAVAILABLE
         assert failed.retry_after_ms > 0
-        assert (await leg.finished(30)).reason == pb.FINISH_REASON_LENGTH
+        await leg.finished(30)
+        assert leg.reasons == {0: FinishReason.LENGTH}
         assert (await drained).unfinished == 0
     assert await asyncio.to_thread(cluster.stop, leaving) == 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -15,9 +16,9 @@ from tests.support.toy_model import IMAGE, MERGE, PATCH, ToyModel, answer, image
 
 
 def make(*, hybrid: bool = True, vision: bool = True, fail_on: int | None = None, parked_fraction: float = 1.0,
-         max_context: int = 400, clock: Callable[[], float] = time.monotonic, **config: int) -> tuple[Engine, ToyModel]:
+         max_context: int = 400, clock: Callable[[], float] = time.monotonic, **config: Any) -> tuple[Engine, ToyModel]:
     checkpoint = toy_checkpoint(hybrid=hybrid, vision=vision, max_context=max_context)
-    values = {"block_size": 4, "kv_cache_tokens": 1024, "max_running": 8, "max_batch_tokens": 64} | config
+    values: dict[str, Any] = {"block_size": 4, "kv_cache_tokens": 1024, "max_running": 8, "max_batch_tokens": 64} | config
     model = ToyModel(checkpoint, fail_on)
     return Engine(model, checkpoint, EngineConfig(**values), parked_fraction=parked_fraction, clock=clock), model
 

@@ -34,6 +34,11 @@ class Prompt:
     stop_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    choices: tuple[int, ...] = (0,)
+    output: Sequence[int] = ()
+    salt: str = ""
+    fresh: bool = False
+    """True: nothing of it is found in a cache, however often it is asked."""
 
 
 @dataclass(kw_only=True)
@@ -43,6 +48,11 @@ class Leg:
     handle: int
     attempt: int
     tokens: dict[int, int] = field(default_factory=dict)
+    """Of the first choice, by index."""
+    others: dict[int, dict[int, int]] = field(default_factory=dict)
+    """Of the other choices, by choice and index."""
+    reasons: dict[int, FinishReason] = field(default_factory=dict)
+    """By choice."""
     ends: list[pb.Finished | pb.Failed] = field(default_factory=list)
     over: asyncio.Event = field(default_factory=asyncio.Event)
     news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -172,13 +182,16 @@ class Worker:
 
     def _take(self, report: pb.StepReport) -> None:
         self.reports.append(report)
-        rows = zip(report.handle, report.attempt, report.choice, report.index, report.token, strict=True)
-        for handle, attempt, choice, index, token in rows:
+        rows = zip(report.handle, report.attempt, report.choice, report.index, report.token, report.finish, strict=True)
+        for handle, attempt, choice, index, token, finish in rows:
             leg = self._legs[handle, attempt]
-            assert choice == 0
-            assert index not in leg.tokens, "a token came twice"
+            tokens = leg.tokens if choice == 0 else leg.others.setdefault(choice, {})
+            assert index not in tokens, "a token came twice"
             assert not leg.ends, "a token after the end"
-            leg.tokens[index] = token
+            assert choice not in leg.reasons, "a token after the last one of its choice"
+            tokens[index] = token
+            if (reason := convert.finish_from_pb(finish)) is not None:
+                leg.reasons[choice] = reason
             leg.news.set()
         ends: list[pb.Finished | pb.Failed] = [*report.finished, *report.failed]
         for end in ends:
@@ -198,6 +211,8 @@ class Answer:
     decode: pb.LegStats
     busy: int = 0
     """Times that the decode replica was busy."""
+    others: dict[int, list[int]] = field(default_factory=dict)
+    """Tokens of the choices after choice 0."""
 
 
 class Pair:
@@ -211,15 +226,16 @@ class Pair:
         """Send the pictures; the Submits for both legs."""
         submit = pb.Submit(handle=next(_handles), request_id=name or f"request-{uuid.uuid4().hex[:8]}",
                            transfer_id=uuid.uuid4().hex, tokens=prompt.tokens, remaining_ms=int(seconds * 1000),
-                           sampling=convert.sampling_to_pb(prompt.sampling))
+                           sampling=convert.sampling_to_pb(prompt.sampling), choices=prompt.choices, output=prompt.output,
+                           cache_salt=uuid.uuid4().hex if prompt.fresh else prompt.salt)
         convert.stop_to_pb(StopParams(max_tokens=prompt.max_tokens, stop_token_ids=prompt.stop_ids,
                                       ignore_eos=prompt.ignore_eos), submit)
+        for image, grid in zip(prompt.pixels, prompt.grids, strict=True):
+            submit.images.append(convert.image_to_pb(await self.prefill.put(image), grid))
         decode = pb.Submit()
         decode.CopyFrom(submit)
         decode.prefill_addresses[:] = self.prefill.info.cache_store_addresses
         decode.prefill_epoch = self.prefill.info.epoch
-        for image, grid in zip(prompt.pixels, prompt.grids, strict=True):
-            submit.images.append(convert.image_to_pb(await self.prefill.put(image), grid))
         return submit, decode
 
     async def ask(self, prompt: Prompt, *, seconds: float = 60) -> Answer:
@@ -238,10 +254,17 @@ class Pair:
             to_decode.attempt += 1
             other = await self.decode.submit(to_decode)
         first, last = await one.finished(seconds), await other.finished(seconds)
-        tokens = one.tokens | other.tokens
-        assert sorted(tokens) == list(range(len(tokens))), "no gap and no double"
-        assert not one.tokens.keys() & other.tokens.keys()
-        return Answer(tokens=[tokens[i] for i in range(len(tokens))], reason=convert.finish_from_pb(last.reason),
+        begin = len(prompt.output)
+        found: dict[int, list[int]] = {}
+        for choice in prompt.choices:
+            ours, theirs = ((leg.tokens if choice == 0 else leg.others.get(choice, {})) for leg in (one, other))
+            tokens = ours | theirs
+            assert sorted(tokens) == list(range(begin, begin + len(tokens))), "no gap and no double"
+            assert not ours.keys() & theirs.keys()
+            found[choice] = [tokens[index] for index in sorted(tokens)]
+        reasons = one.reasons | other.reasons
+        assert reasons.keys() == set(prompt.choices), "every choice has an end"
+        return Answer(tokens=found.pop(prompt.choices[0]), reason=reasons[prompt.choices[0]], others=found,
                       prefill=first.stats, decode=last.stats, busy=busy)
 
     async def until_empty(self, seconds: float = 10) -> None:

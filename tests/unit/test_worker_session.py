@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from types import SimpleNamespace
 from typing import cast
 
@@ -11,9 +11,9 @@ import pytest
 
 from slipstream.engine.sequence import Timing
 from slipstream.errors import InternalError, InvalidRequestError, SlipstreamError
-from slipstream.types import EngineLoad, FinishReason, MropeState, RequestId, Role, TokenEvent
+from slipstream.types import EngineLoad, FinishReason, RequestId, Role, TokenEvent
 from slipstream.v1 import worker_pb2 as pb
-from worker.jobs import Job, Jobs
+from worker.jobs import Job, Jobs, PromptDone
 from worker.replica import Replica
 from worker.service import Identity, WorkerService
 from worker.session import REMEMBERED, Session
@@ -41,7 +41,7 @@ class ScriptedRole:
             case "tokens":
                 await job.ended
             case _:
-                job.finish(FinishReason.STOP)
+                job.finish(handed_off=False)
 
     async def clean_up(self, job: Job, error: SlipstreamError | None) -> None:
         await self.fence.wait()
@@ -50,12 +50,13 @@ class ScriptedRole:
         if job.request.id.name == "dirty":
             raise ZeroDivisionError
 
-    def on_token(self, job: Job, event: TokenEvent, timing: Timing | None, mrope: MropeState | None) -> None:
-        assert event.token != 13
-        job.token(event)
-        if event.finish is not None:
-            job.finish(event.finish)
-            job.ended.set_result(None)
+    def on_tokens(self, job: Job, events: Sequence[TokenEvent], timing: Timing | None, prompt: PromptDone | None) -> None:
+        for event in events:
+            assert event.token != 13
+            job.token(event)
+            if event.finish is not None:
+                job.finish(handed_off=False)
+                job.ended.set_result(None)
 
 
 def submit(handle: int, name: str = "", attempt: int = 0, remaining_ms: int = 60_000, **more: object) -> pb.RouterMessage:
@@ -217,18 +218,18 @@ async def test_a_refused_submit_has_had_its_end(rig: Rig) -> None:
     assert (await next_of(rig.session)).WhichOneof("message") == "load"
 
 
-async def test_decode_needs_an_address_and_takes_no_pictures(rig: Rig) -> None:
+async def test_decode_needs_an_address_and_pictures_need_their_hashes(rig: Rig) -> None:
     session = Session(Role.DECODE, rig.jobs, pb.Load)
     session.receive(submit(1))
     assert "prefill_addresses" in (await next_of(session)).step.failed[0].message
-    image = pb.Image(content_hash=bytes(16), grid_t=1, grid_h=2, grid_w=2)
+    image = pb.Image(content_hash=bytes(15), grid_t=1, grid_h=2, grid_w=2)
     session.receive(submit(2, prefill_addresses=["a:1"], images=[image]))
-    assert "no images" in (await next_of(session)).step.failed[0].message
+    assert "has 15 bytes" in (await next_of(session)).step.failed[0].message
 
 
 def event(name: str, index: int, token: int = 5, finish: FinishReason | None = None
-          ) -> tuple[TokenEvent, Timing | None, MropeState | None]:
-    return TokenEvent(request=RequestId(name=name), choice=0, index=index, token=token, finish=finish), None, None
+          ) -> tuple[tuple[TokenEvent, ...], Timing | None, PromptDone | None]:
+    return (TokenEvent(request=RequestId(name=name), choice=0, index=index, token=token, finish=finish),), None, None
 
 
 async def test_a_step_is_one_report_per_session(rig: Rig) -> None:
@@ -237,14 +238,16 @@ async def test_a_step_is_one_report_per_session(rig: Rig) -> None:
     rig.session.receive(submit(1, "tokens"))
     rig.session.receive(submit(2, "tokens", attempt=1))
     other.receive(submit(1, "elsewhere"))
-    two = (TokenEvent(request=RequestId(name="tokens", attempt=1), choice=0, index=4, token=8), None, None)
+    two = (tuple(TokenEvent(request=RequestId(name="tokens", attempt=1), choice=choice, index=4, token=8 + choice)
+                 for choice in (0, 2)), None, None)
     rig.jobs.on_step([event("tokens", 3, 7), two, event("gone", 0)], [])
     report = await rig.report()
     assert list(zip(report.handle, report.attempt, report.choice, report.index, report.token, strict=True)) == [
-        (1, 0, 0, 3, 7), (2, 1, 0, 4, 8)]
+        (1, 0, 0, 3, 7), (2, 1, 0, 4, 8), (2, 1, 2, 4, 10)]
     rig.jobs.on_step([event("tokens", 4, 9, FinishReason.LENGTH)], [])
     report = await rig.report()
-    assert (list(report.token), report.finished[0].reason) == ([9], pb.FINISH_REASON_LENGTH), "the end comes with its token"
+    assert (list(report.token), list(report.finish)) == ([9], [pb.FINISH_REASON_LENGTH]), "the end comes with its token"
+    assert report.finished[0].handle == 1
 
 
 async def test_no_token_after_the_end(rig: Rig) -> None:
@@ -261,7 +264,7 @@ async def test_a_fault_in_one_token_spares_the_others_of_the_step(rig: Rig) -> N
     rig.role.go.set()
     rig.session.receive(submit(1, "tokens"))
     rig.session.receive(submit(2, "tokens", attempt=1))
-    two = (TokenEvent(request=RequestId(name="tokens", attempt=1), choice=0, index=0, token=8), None, None)
+    two = ((TokenEvent(request=RequestId(name="tokens", attempt=1), choice=0, index=0, token=8),), None, None)
     rig.jobs.on_step([event("tokens", 0, token=13), two], [])
     report = await rig.report()
     assert (list(report.token), report.failed[0].handle, report.failed[0].code) == ([8], 1, pb.ERROR_CODE_INTERNAL)
