@@ -10,7 +10,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
@@ -22,12 +22,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from router import logprobs, openai
-from router.dispatch import End
+from router import openai
 from router.events import EventStream
-from router.logprobs import Entry
+from router.reader import Piece, Reader
 from router.service import RouterService, Ticket, new_request_id, report
-from router.stream import DONE, Shape, error_body, event, usage
+from router.stream import DONE, Shape, error_body, event
 from slipstream.errors import (
     CancelledError,
     DeadlineError,
@@ -39,7 +38,6 @@ from slipstream.errors import (
 )
 from slipstream.observability import logs
 from slipstream.observability.metrics import CONTENT_TYPE
-from slipstream.types import Role
 
 logger = logging.getLogger(__name__)
 
@@ -128,12 +126,14 @@ class App:
         shape = Shape(id=("chatcmpl-" if chat else "cmpl-") + ticket.id.rpartition("-")[2], model=self._service.model_name,
                       created=int(time.time()), chat=chat)
         wants_report = request.headers.get("x-slipstream-report") == "1"
-        reader = _Reader(self._service, ticket)
+        reader = Reader(self._service, ticket)
         watch = asyncio.create_task(_disconnect(request, ticket))
         try:
             if not ticket.options.stream:
                 return _respond(await self._whole(reader, shape, wants_report))
-            first = await reader.next()  # a failure before the first token still has its own status
+            first: list[Piece] = []
+            while not first:  # a failure before the first token still has its own status
+                first = await reader.next()
         except BaseException:
             reader.close()
             raise
@@ -149,36 +149,37 @@ class App:
 
         return EventStream(self._stream(reader, first, shape, wants_report), ended=ticket.generation.wait, close=close)
 
-    async def _whole(self, reader: _Reader, shape: Shape, wants_report: bool) -> dict[str, Any]:
-        pieces: list[str] = []
-        entries: list[Entry] = []
-        reason: str | None = None
-        while reason is None:
-            text, reason = await reader.next()
-            pieces.append(text)
-            entries += reader.entries
+    async def _whole(self, reader: Reader, shape: Shape, wants_report: bool) -> dict[str, Any]:
+        pieces: list[list[Piece]] = [[] for _ in reader.ticket.texts]
+        while not reader.over:
+            for piece in await reader.next():
+                pieces[piece.choice].append(piece)
         reader.close()
-        body = shape.whole("".join(pieces), reason, reader.usage(), reader.logprobs(entries, chat=shape.chat))
+        choices = [("".join(piece.text for piece in of), of[-1].reason or "stop",
+                    reader.logprobs([entry for piece in of for entry in piece.entries], chat=shape.chat)) for of in pieces]
+        body = shape.whole(choices, reader.usage())
         return {**body, "slipstream": report(reader.ticket.generation)} if wants_report else body
 
-    async def _stream(self, reader: _Reader, first: tuple[str, str | None], shape: Shape,
+    async def _stream(self, reader: Reader, pieces: list[Piece], shape: Shape,
                       wants_report: bool) -> AsyncGenerator[bytes, None]:
         asked = reader.ticket.options.include_usage
-
-        def told() -> dict[str, Any] | None:
-            return reader.logprobs(reader.entries, chat=shape.chat)
-
+        begun: set[int] = set()
         try:
-            text, reason = first
-            yield event(shape.chunk(text, None, first=True, usage=asked, logprobs=told()))
-            while reason is None:
-                text, reason = await reader.next()
-                if text or reader.entries:
-                    yield event(shape.chunk(text, None, usage=asked, logprobs=told()))
-            last = shape.chunk(None, reason, usage=asked)
-            if wants_report:
-                last["slipstream"] = report(reader.ticket.generation)
-            yield event(last)
+            while True:
+                for piece in pieces:
+                    told = reader.logprobs(piece.entries, chat=shape.chat)
+                    if piece.choice not in begun or piece.text or piece.entries:
+                        yield event(shape.chunk(piece.choice, piece.text, None, first=piece.choice not in begun, usage=asked,
+                                                logprobs=told))
+                    begun.add(piece.choice)
+                    if piece.reason is not None:
+                        last = shape.chunk(piece.choice, None, piece.reason, usage=asked)
+                        if wants_report and reader.over and piece is pieces[-1]:
+                            last["slipstream"] = report(reader.ticket.generation)
+                        yield event(last)
+                if reader.over:
+                    break
+                pieces = await reader.next()
             if asked:
                 yield event(shape.usage_chunk(reader.usage()))
             yield DONE
@@ -247,59 +248,6 @@ class App:
         what = "no such path" if error.status_code == 404 else "this path does not take that method"
         body = {"error": {"message": what, "type": "invalid_request_error", "param": None, "code": "not_found"}}
         return _respond(body, error.status_code, {**(error.headers or {}), "x-request-id": _request_id(request)[1]})
-
-
-class _Reader:
-    """A ticket's text, piece by piece; gives the ticket back exactly once."""
-
-    def __init__(self, service: RouterService, ticket: Ticket) -> None:
-        self.ticket = ticket
-        self._service = service
-        self._closed = False
-        self.entries: list[Entry] = []
-        """Of the text that the last `next` returned."""
-
-    def logprobs(self, entries: Sequence[Entry], *, chat: bool) -> dict[str, Any] | None:
-        """As the client sees them; None if it does not want any."""
-        if self.ticket.options.logprobs is None:
-            return None
-        return (logprobs.chat if chat else logprobs.text)(self._service.builder.tokenizer, entries)
-
-    async def next(self) -> tuple[str, str | None]:
-        """(text, finish reason once it is over). Raises what ended the request badly."""
-        shown, reason = await self._next()
-        self.entries = self.ticket.text.entries(over=reason is not None)
-        return shown, reason
-
-    async def _next(self) -> tuple[str, str | None]:
-        generation, text = self.ticket.generation, self.ticket.text
-        output = await generation.next()
-        shown = text.add(output.tokens, output.logprobs)
-        if text.stopped:
-            generation.enough()
-            return shown, "stop"
-        end: End | None = output.end
-        if end is None:
-            return shown, None
-        if end.error is not None:
-            if shown:
-                return shown, None  # what came before the failure; the next call raises it
-            raise end.error
-        assert end.reason is not None
-        shown += text.finish()
-        return shown, "stop" if text.stopped else end.reason.value
-
-    def usage(self) -> dict[str, Any]:
-        """So far."""
-        stats = self.ticket.generation.dispatch.stats
-        told = stats.get(Role.PREFILL) or stats.get(Role.DECODE)  # decode has heard it in the hand-off
-        return usage(self.ticket.prompt_tokens, self.ticket.text.tokens, told.cached_tokens if told else 0)
-
-    def close(self) -> None:
-        """Cancels what still runs."""
-        if not self._closed:
-            self._closed = True
-            self._service.end(self.ticket)
 
 
 async def _unless_gone(request: Request, begin: Coroutine[Any, Any, Ticket], deadline: float) -> Ticket:

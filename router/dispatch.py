@@ -1,26 +1,42 @@
-"""One request's way through its two replicas, as a state machine: events in, actions out. Pure.
+"""One request's way through its replicas, as a state machine: events in, actions out. Pure.
 
-Both legs get the request at once. Token 0 comes from prefill, the others from decode; whatever comes twice or out of order is
-put right here. A busy decode replica costs a new decode attempt of the same transfer and nothing else. The first failure ends
-the request and cancels what still runs.
+A *run* is a prefill and a decode leg that serve some of the request's choices. Both legs get the request at once; the first
+token of each choice comes from prefill, the others from decode; whatever comes twice or out of order is put right here. At
+first one run serves all choices. A busy decode replica costs a new decode attempt of the same run, and nothing else.
+
+*Resume* is the answer to every other failure: the run is given up, its legs are told, and each of its choices that is not over
+goes on in a new run, which computes the prompt and the choice's tokens so far and draws the next one. Choices without a token
+stay together. Every choice may fail `max_resumes` times; the failure after that ends the request. A preemption is no failure: a
+replica that lacks memory now may have it soon.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from slipstream.errors import BusyError, ProtocolError, SlipstreamError
+from slipstream.errors import (
+    BusyError,
+    CancelledError,
+    DeadlineError,
+    InvalidRequestError,
+    PreemptedError,
+    ProtocolError,
+    RequestTooLargeError,
+    SlipstreamError,
+)
 from slipstream.types import FinishReason, Logprobs, Role
 
-FIRST_RETRY_SECONDS = 0.02
-LONGEST_RETRY_SECONDS = 0.5
+FIRST_PAUSE_SECONDS = 0.02
+LONGEST_PAUSE_SECONDS = 0.5
+FINAL: tuple[type[SlipstreamError], ...] = (InvalidRequestError, RequestTooLargeError, DeadlineError, CancelledError)
+"""Failures that another run would meet again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LegStats:
-    """What a finished leg says of itself."""
+    """What finished legs say of themselves."""
 
     queue_seconds: float = 0.0
     compute_seconds: float = 0.0
@@ -31,46 +47,87 @@ class LegStats:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Submit:
-    """Send the request to a leg."""
+class Row:
+    """A token as a worker reports it."""
 
+    choice: int
+    index: int
+    token: int
+    finish: FinishReason | None = None
+    logprobs: Logprobs | None = None
+
+
+# Actions ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submit:
+    """Send a run to one of its legs."""
+
+    run: int
     role: Role
-    attempt: int
+    attempt: int = 0
+    choices: tuple[int, ...]
+    output: tuple[int, ...] = ()
+    """Resume: what the one choice has put out so far."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CancelLeg:
     """Tell a leg that it is no longer wanted."""
 
+    run: int
     role: Role
     attempt: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetryDecode:
-    """Choose a decode replica, not the busy one if possible, and call `retry` after `seconds`."""
+    """Choose a decode replica for the run, not the busy one if possible, and call `retry` after `seconds`."""
 
+    run: int
     seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tokens:
-    """The next output tokens, in order."""
+class Resume:
+    """Choose two replicas for a new run, not those that failed if possible, and call `begin` after `seconds`."""
 
+    run: int
+    seconds: float
+    error: SlipstreamError
+    """Why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """The next output tokens of a choice, in order."""
+
+    choice: int
     tokens: tuple[int, ...]
     logprobs: tuple[Logprobs, ...] = ()
     """One per token, if they come with any."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class End:
-    """The request is over; the last action."""
+class ChoiceEnd:
+    """No token of the choice follows."""
 
-    reason: FinishReason | None = None
+    choice: int
+    reason: FinishReason
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """The request is over; the last action. Without an error every choice has ended."""
+
     error: SlipstreamError | None = None
 
 
-Action = Submit | CancelLeg | RetryDecode | Tokens | End
+Action = Submit | CancelLeg | RetryDecode | Resume | Tokens | ChoiceEnd | End
+
+
+# State -----------------------------------------------------------------------------------------------------------------
 
 
 class Leg(enum.Enum):
@@ -82,116 +139,248 @@ class Leg(enum.Enum):
 
 
 @dataclass(kw_only=True)
+class _Choice:
+    tokens: list[int] = field(default_factory=list)
+    early: dict[int, Row] = field(default_factory=dict)
+    """By index: what came before its turn."""
+    over: bool = False
+    failures: int = 0
+    preemptions: int = 0
+
+
+@dataclass(kw_only=True)
+class _Run:
+    choices: tuple[int, ...]
+    base: int
+    """Index of the tokens that its prefill draws."""
+    legs: dict[Role, Leg] = field(default_factory=lambda: dict.fromkeys(Role, Leg.IDLE))
+    well: set[Role] = field(default_factory=set)
+    """Legs that ended as they should."""
+    decode_attempt: int = 0
+    busy: int = 0
+
+    def attempt(self, role: Role) -> int:
+        return self.decode_attempt if role is Role.DECODE else 0
+
+
 class Dispatch:
     """Begin with `start`; after an End every event is ignored."""
 
-    stats: dict[Role, LegStats] = field(default_factory=dict)
-    over: bool = False
-    _legs: dict[Role, Leg] = field(default_factory=lambda: dict.fromkeys(Role, Leg.IDLE))
-    _attempts: dict[Role, int] = field(default_factory=lambda: dict.fromkeys(Role, 0))
-    _early: dict[int, int] = field(default_factory=dict)
-    _logprobs: dict[int, Logprobs] = field(default_factory=dict)
-    _highest: dict[Role, int] = field(default_factory=dict)
-    _next_index: int = 0
-    _reason: FinishReason | None = None
-    _last_index: int | None = None
-    _retries: int = 0
+    def __init__(self, choices: Iterable[int] = (0,), max_resumes: int = 3) -> None:
+        self.over = False
+        self.resumes = 0
+        self.stats: dict[Role, LegStats] = {}
+        """Of all finished legs together; `cached_tokens` of the first one."""
+        self._choices = {choice: _Choice() for choice in choices}
+        self._max_resumes = max_resumes
+        self._runs: dict[int, _Run] = {}
+        self._numbers = 0
 
     def start(self) -> list[Action]:
-        """Both legs at once."""
-        self._legs = dict.fromkeys(Role, Leg.RUNNING)
-        return [Submit(role=role, attempt=0) for role in Role]
+        """One run for all choices."""
+        return self.begin(self._new_run(tuple(self._choices), 0))
 
-    def tokens(self, role: Role, attempt: int, rows: Sequence[tuple[int, int]],
-               logprobs: Mapping[int, Logprobs] | None = None) -> list[Action]:
-        """(index, token) rows of one leg, in any order; `logprobs` by index, as far as there are any."""
-        if self.over or attempt != self._attempts[role]:
+    def begin(self, number: int) -> list[Action]:
+        """Replicas were found for a run: both legs at once."""
+        run = self._runs.get(number)
+        if self.over or run is None:
             return []
-        for index, token in rows:
-            self._highest[role] = max(index, self._highest.get(role, 0))
-            if index >= self._next_index:
-                self._early.setdefault(index, token)
-                if logprobs and index in logprobs:
-                    self._logprobs.setdefault(index, logprobs[index])
-        return self._deliver()
+        run.legs = dict.fromkeys(Role, Leg.RUNNING)
+        return [self._submit(number, run, role) for role in Role]
 
-    def finished(self, role: Role, attempt: int, reason: FinishReason | None, stats: LegStats) -> list[Action]:
-        """A leg ended well, after all its tokens. `reason` None: it handed over."""
-        if self.over or attempt != self._attempts[role]:
-            return []
-        self._legs[role] = Leg.ENDED
-        if role is Role.DECODE and reason is None:
-            return self.give_up(ProtocolError("the decode replica ended without a reason; send it again"))
-        if (missing := self._missing(role)) is not None:
-            return self.give_up(ProtocolError(f"the {role.value} replica ended without output {missing}; send it again"))
-        self.stats[role] = stats
-        if reason is not None and self._reason is None:
-            self._reason, self._last_index = reason, self._highest.get(role, 0)
-        return self._deliver()
+    # What workers say ---------------------------------------------------------------------------------------------------
 
-    def failed(self, role: Role, attempt: int, error: SlipstreamError, jitter: float = 1.0) -> list[Action]:
-        """A leg failed. `jitter`, at most 1, shortens the wait of a retry, so that many that were refused spread."""
-        if self.over or attempt != self._attempts[role]:
+    def tokens(self, number: int, role: Role, attempt: int, rows: Sequence[Row]) -> list[Action]:
+        """Tokens of one leg, in any order."""
+        run = self._live(number, role, attempt)
+        if run is None:
             return []
-        self._legs[role] = Leg.ENDED
+        own = [row for row in rows if row.choice in run.choices
+               and (row.index == run.base if role is Role.PREFILL else row.index > run.base)]
+        for row in own:
+            choice = self._choices[row.choice]
+            if row.index >= len(choice.tokens) and not choice.over:
+                choice.early.setdefault(row.index, row)
+        actions: list[Action] = []
+        for name in dict.fromkeys(row.choice for row in own):
+            actions += self._deliver(name)
+        return actions + self._settle(number, run)
+
+    def finished(self, number: int, role: Role, attempt: int, stats: LegStats, *, handed_off: bool = False) -> list[Action]:
+        """A leg ended well, after all its tokens. `handed_off`: prefill's, and decode has what it needs to go on."""
+        run = self._live(number, role, attempt)
+        if run is None:
+            return []
+        run.legs[role] = Leg.ENDED
+        run.well.add(role)
+        self._add(role, stats)
+        if any(self._falls_short(name, run, role, handed_off) for name in run.choices):
+            return self._resume(number, run, ProtocolError(f"the {role.value} replica ended before it had reported all tokens"))
+        return self._settle(number, run)
+
+    def failed(self, number: int, role: Role, attempt: int, error: SlipstreamError, jitter: float = 1.0) -> list[Action]:
+        """A leg failed. `jitter`, at most 1, shortens the wait before the next try, so that many that were refused spread."""
+        run = self._live(number, role, attempt)
+        if run is None:
+            return []
+        run.legs[role] = Leg.ENDED
+        if all(self._choices[name].over for name in run.choices):
+            return self._settle(number, run)
         if role is Role.DECODE and isinstance(error, BusyError):
-            hint = error.retry_after_seconds or 0.0
-            wait = min(LONGEST_RETRY_SECONDS, max(hint, FIRST_RETRY_SECONDS * 2**min(self._retries, 10)))
-            self._retries += 1
-            return [RetryDecode(seconds=wait * jitter)]
-        return self.give_up(error)
+            wait = min(LONGEST_PAUSE_SECONDS, max(error.retry_after_seconds or 0.0, _pause(run.busy)))
+            run.busy += 1
+            return [RetryDecode(run=number, seconds=wait * jitter)]
+        return self.give_up(error) if isinstance(error, FINAL) else self._resume(number, run, error, jitter)
 
-    def retry(self) -> list[Action]:
-        """Another decode attempt at the same transfer."""
-        if self.over or self._legs[Role.DECODE] is Leg.RUNNING:
+    # What the router says -----------------------------------------------------------------------------------------------
+
+    def retry(self, number: int) -> list[Action]:
+        """Another decode attempt of the same run."""
+        run = self._runs.get(number)
+        if self.over or run is None or run.legs[Role.DECODE] is not Leg.ENDED:
             return []
-        self._attempts[Role.DECODE] += 1
-        self._legs[Role.DECODE] = Leg.RUNNING
-        return [Submit(role=Role.DECODE, attempt=self._attempts[Role.DECODE])]
+        run.decode_attempt += 1
+        run.legs[Role.DECODE] = Leg.RUNNING
+        return [self._submit(number, run, Role.DECODE)]
+
+    def broken(self, number: int, error: SlipstreamError) -> list[Action]:
+        """The run cannot go on for a reason of the router's own, such as a picture that did not arrive."""
+        run = self._runs.get(number)
+        if self.over or run is None:
+            return []
+        return self.give_up(error) if isinstance(error, FINAL) else self._resume(number, run, error)
+
+    def enough(self, name: int) -> list[Action]:
+        """The text of a choice is complete (a stop string): what is still computed of it is not wanted."""
+        if self.over or self._choices[name].over:
+            return []
+        actions = self._end_choice(name, FinishReason.STOP)
+        for number, run in list(self._runs.items()):
+            if all(self._choices[other].over for other in run.choices):
+                actions += self._cancel(number, run, everything=True)
+                del self._runs[number]
+        return actions + self._end_if_over()
 
     def give_up(self, error: SlipstreamError) -> list[Action]:
-        """The client left, the deadline passed, or a leg failed for good."""
+        """The client left, the deadline passed, or there is no way to go on."""
         if self.over:
             return []
         self.over = True
-        return [*self._cancel(everything=True), End(error=error)]
+        complete = all(choice.over for choice in self._choices.values())
+        actions = [action for number, run in self._runs.items() for action in self._cancel(number, run, everything=True)]
+        return [*actions, End(error=None if complete else error)]
 
-    def enough(self, reason: FinishReason) -> list[Action]:
-        """The text is complete (a stop string): what is still computed is not wanted."""
-        if self.over:
+    # ---------------------------------------------------------------------------------------------------------------------
+
+    def _live(self, number: int, role: Role, attempt: int) -> _Run | None:
+        """The run, if it is one whose leg still speaks."""
+        run = self._runs.get(number)
+        return run if run is not None and not self.over and run.attempt(role) == attempt else None
+
+    def _new_run(self, choices: tuple[int, ...], base: int) -> int:
+        number, self._numbers = self._numbers, self._numbers + 1
+        self._runs[number] = _Run(choices=choices, base=base)
+        return number
+
+    def _submit(self, number: int, run: _Run, role: Role) -> Submit:
+        output = tuple(self._choices[run.choices[0]].tokens[: run.base])
+        return Submit(run=number, role=role, attempt=run.attempt(role), choices=run.choices, output=output)
+
+    def _deliver(self, name: int) -> list[Action]:
+        choice, ready = self._choices[name], list[Row]()
+        while not choice.over and (row := choice.early.pop(len(choice.tokens), None)) is not None:
+            choice.tokens.append(row.token)
+            ready.append(row)
+            if row.finish is not None:
+                break
+        if not ready:
+            return []
+        told = tuple(row.logprobs for row in ready if row.logprobs is not None)
+        actions: list[Action] = [Tokens(choice=name, tokens=tuple(row.token for row in ready), logprobs=told)]
+        reason = ready[-1].finish
+        return actions if reason is None else actions + self._end_choice(name, reason)
+
+    def _end_choice(self, name: int, reason: FinishReason) -> list[Action]:
+        choice = self._choices[name]
+        choice.over = True
+        choice.early.clear()
+        return [ChoiceEnd(choice=name, reason=reason)]
+
+    def _falls_short(self, name: int, run: _Run, role: Role, handed_off: bool) -> bool:
+        """True if a leg that has ended owes tokens of an open choice: prefill the first one, and decode those up to a last one.
+        A decode leg that has none of them may have heard that prefill's token is the last."""
+        choice = self._choices[name]
+        if choice.over:
+            return False
+        if role is Role.PREFILL:
+            return len(choice.tokens) <= run.base or not handed_off or Role.DECODE in run.well
+        if not choice.early and len(choice.tokens) <= run.base:
+            return Role.PREFILL in run.well
+        index = max(len(choice.tokens), run.base + 1)
+        while (row := choice.early.get(index)) is not None and row.finish is None:
+            index += 1
+        return row is None
+
+    def _settle(self, number: int, run: _Run) -> list[Action]:
+        """Forget a run whose choices are all over, once a leg of it has said how it went."""
+        if not all(self._choices[name].over for name in run.choices) or Leg.ENDED not in run.legs.values():
+            return []
+        if run.legs[Role.PREFILL] is Leg.ENDED and run.legs[Role.DECODE] is Leg.RUNNING and self._decoded(run):
+            return []  # decode brought the last token: its own end is on its way
+        del self._runs[number]
+        return self._cancel(number, run, everything=False) + self._end_if_over()
+
+    def _decoded(self, run: _Run) -> bool:
+        return any(len(self._choices[name].tokens) > run.base + 1 for name in run.choices)
+
+    def _end_if_over(self) -> list[Action]:
+        if self._runs or not all(choice.over for choice in self._choices.values()):
             return []
         self.over = True
-        return [*self._cancel(everything=True), End(reason=reason)]
+        return [End()]
 
-    def _missing(self, role: Role) -> int | None:
-        """The first output that a leg, now at its end, should have reported: prefill always one, decode up to its highest."""
-        first, last = (0, 0) if role is Role.PREFILL else (1, self._highest.get(role, 0))
-        return next((index for index in range(max(first, self._next_index), last + 1) if index not in self._early), None)
-
-    def _deliver(self) -> list[Action]:
-        ready: list[int] = []
-        told: list[Logprobs] = []
-        while self._next_index in self._early:
-            ready.append(self._early.pop(self._next_index))
-            if (logprobs := self._logprobs.pop(self._next_index, None)) is not None:
-                told.append(logprobs)
-            self._next_index += 1
-        actions: list[Action] = [Tokens(tokens=tuple(ready), logprobs=tuple(told))] if ready else []
-        if self._reason is not None and self._last_index is not None and self._next_index > self._last_index:
-            self.over = True
-            actions += self._cancel(everything=False)
-            actions.append(End(reason=self._reason))
+    def _resume(self, number: int, run: _Run, error: SlipstreamError, jitter: float = 1.0) -> list[Action]:
+        del self._runs[number]
+        names = [name for name in run.choices if not self._choices[name].over]
+        counted = not isinstance(error, PreemptedError)
+        for choice in (self._choices[name] for name in names):
+            choice.early.clear()
+            choice.failures += counted
+            choice.preemptions += not counted
+        actions = self._cancel(number, run, everything=True)
+        if any(self._choices[name].failures > self._max_resumes for name in names):
+            return actions + self.give_up(error)
+        begun = [name for name in names if self._choices[name].tokens]
+        fresh = tuple(name for name in names if not self._choices[name].tokens)
+        for group in [(name,) for name in begun] + ([fresh] if fresh else []):
+            first = self._choices[group[0]]
+            new = self._new_run(group, len(first.tokens))
+            self.resumes += 1
+            pause = _pause(first.failures + first.preemptions - 1) * jitter
+            actions.append(Resume(run=new, seconds=pause, error=error))
         return actions
 
-    def _cancel(self, everything: bool) -> list[Action]:
-        """Prefill keeps a finished prompt until its destination has spoken, so it is told even after its leg ended. When the
-        request ended well a running decode leg is on its way to hear that there is nothing to do, and tells prefill itself."""
-        if self._legs[Role.PREFILL] is Leg.IDLE:
-            return []  # nobody has heard of the request
-        decode_running = self._legs[Role.DECODE] is Leg.RUNNING
-        if not everything and (decode_running or Role.DECODE in self.stats):
+    def _cancel(self, number: int, run: _Run, *, everything: bool) -> list[Action]:
+        """Prefill keeps a finished prompt until its destination has spoken, so it is told even after its leg ended. When all
+        went well a running decode leg is on its way to hear that there is nothing to do, and tells prefill itself."""
+        prefill, decode = run.legs[Role.PREFILL], run.legs[Role.DECODE]
+        if prefill is Leg.IDLE:
+            return []  # nobody has heard of the run
+        if not everything and (decode is Leg.RUNNING or Role.DECODE in run.well):
             return []
-        actions: list[Action] = [CancelLeg(role=Role.PREFILL, attempt=self._attempts[Role.PREFILL])]
-        if decode_running:
-            actions.append(CancelLeg(role=Role.DECODE, attempt=self._attempts[Role.DECODE]))
+        actions: list[Action] = [CancelLeg(run=number, role=Role.PREFILL, attempt=0)]
+        if decode is Leg.RUNNING:
+            actions.append(CancelLeg(run=number, role=Role.DECODE, attempt=run.decode_attempt))
         return actions
+
+    def _add(self, role: Role, more: LegStats) -> None:
+        so_far = self.stats.get(role)
+        self.stats[role] = more if so_far is None else LegStats(
+            queue_seconds=so_far.queue_seconds + more.queue_seconds,
+            compute_seconds=so_far.compute_seconds + more.compute_seconds,
+            transfer_seconds=so_far.transfer_seconds + more.transfer_seconds, kv_bytes=so_far.kv_bytes + more.kv_bytes,
+            state_bytes=so_far.state_bytes + more.state_bytes, cached_tokens=so_far.cached_tokens)
+
+
+def _pause(times_before: int) -> float:
+    return float(min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** min(times_before, 10)))

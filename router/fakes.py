@@ -1,7 +1,7 @@
 """Fake workers and a fake directory: real gRPC servers that answer as a script says. Know no engine and no tensor.
 
-They keep to the Worker protocol as the real ones do: prefill reports output 0 and, once decode has taken the prompt over, that
-it handed off; decode reports output 1 and up. What the router sent is recorded.
+They keep to the Worker protocol as the real ones do: prefill reports each choice's first token (of a resumed one: the next), and
+that it handed off once decode has taken the prompt over; decode reports the others. What the router sent is recorded.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from router.generate import RUN_MARK
 from slipstream.rpc import convert
 from slipstream.rpc.server import listen, new_server
 from slipstream.types import FinishReason, Role
 from slipstream.v1 import directory_pb2, directory_pb2_grpc, worker_pb2_grpc
 from slipstream.v1 import worker_pb2 as pb
 
+Queue = asyncio.Queue[pb.WorkerMessage | None]
 IMAGE_SECONDS = 10.0
 """Longest wait for a picture that a request names."""
 
@@ -30,7 +32,9 @@ class Plan:
     """What becomes of one request."""
 
     tokens: tuple[int, ...] = ()
-    """The whole output; cut at max_tokens."""
+    """The whole output of choice 0; cut at max_tokens."""
+    others: tuple[tuple[int, ...], ...] = ()
+    """Outputs of the choices after it; of those that are not here: as choice 0."""
     reason: FinishReason = FinishReason.STOP
     busy: int = 0
     """Times that decode has no room."""
@@ -38,6 +42,8 @@ class Plan:
     decode_error: pb.ErrorCode.ValueType | None = None
     error_at: int = 0
     """The leg fails instead of reporting this output."""
+    failures: int = 1 << 20
+    """Runs that fail, or lose their worker, before one goes well."""
     hold_at: int = -1
     """Nothing from this output on until `released` is set."""
     mess: bool = False
@@ -45,7 +51,7 @@ class Plan:
     skip: int = -1
     """Decode never reports this output."""
     drop_at: int = -1
-    """The decode worker loses its Session instead of reporting this output."""
+    """The decode worker loses its Sessions instead of reporting this output."""
     batch: int = 1
     """Decode's tokens per report."""
 
@@ -61,20 +67,39 @@ class Seen:
     """Who got them."""
     cancels: dict[Role, list[int]] = field(default_factory=lambda: {role: [] for role in Role})
     """Attempts."""
-    first: asyncio.Event = field(default_factory=asyncio.Event)
-    taken: asyncio.Event = field(default_factory=asyncio.Event)
     released: asyncio.Event = field(default_factory=asyncio.Event)
     held: asyncio.Event = field(default_factory=asyncio.Event)
 
-    @property
-    def output(self) -> tuple[int, ...]:
-        """All tokens that the client should get, if it goes well."""
-        return self.plan.tokens[: self.submits[Role.PREFILL][0].max_tokens] if self.submits[Role.PREFILL] else ()
+    failed: int = 0
+    """Runs that did not go well."""
 
-    @property
-    def reason(self) -> FinishReason:
-        """Why they end."""
-        return self.plan.reason if len(self.output) == len(self.plan.tokens) else FinishReason.LENGTH
+    def output(self, choice: int = 0) -> tuple[int, ...]:
+        """All tokens that the client should get of a choice, if it goes well."""
+        return self._planned(choice)[: self.submits[Role.PREFILL][0].max_tokens] if self.submits[Role.PREFILL] else ()
+
+    def finish(self, choice: int, index: int) -> FinishReason | None:
+        """Why output `index` is the last one of a choice, if it is."""
+        output = self.output(choice)
+        if index < len(output) - 1:
+            return None
+        return self.plan.reason if len(output) == len(self._planned(choice)) else FinishReason.LENGTH
+
+    def _planned(self, choice: int) -> tuple[int, ...]:
+        others = self.plan.others
+        return others[choice - 1] if 0 < choice <= len(others) else self.plan.tokens
+
+    def fails(self) -> bool:
+        """True for a run that is one of those that fail; counts it."""
+        self.failed += 1
+        return self.failed <= self.plan.failures
+
+
+@dataclass(kw_only=True)
+class Transfer:
+    """What the two legs of a run know of each other."""
+
+    first: asyncio.Event = field(default_factory=asyncio.Event)
+    taken: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Script:
@@ -86,13 +111,15 @@ class Script:
         self.default = Plan()
         """For requests beyond those."""
         self.seen: dict[str, Seen] = {}
-        """By request id, in order of arrival."""
+        """By request id, in order of arrival; all runs of a request are one record."""
+        self.transfers: dict[str, Transfer] = {}
         self.by_handle: dict[tuple[Role, int], Seen] = {}
         self.puts = 0
         """Pictures that came."""
 
     def see(self, request_id: str) -> Seen:
         """The record of a request; the first sight takes a plan."""
+        request_id = request_id.partition(RUN_MARK)[0]
         if request_id not in self.seen:
             self.seen[request_id] = Seen(plan=self.plans.popleft() if self.plans else self.default)
         return self.seen[request_id]
@@ -111,13 +138,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.role = role
         self.script = script
         self.info = pb.WorkerInfo(
-            replica_id=f"{role.value}-0",
-            epoch=1,
-            role=convert.role_to_pb(role),
-            model_name="demo_model",
-            pid=1,
-            compatibility_hash="same",
-            block_size=16, total_blocks=4096, total_state_slots=64, max_context=1 << 20, max_running=64,
+            replica_id=f"{role.value}-0", epoch=1, role=convert.role_to_pb(role), model_name="demo_model", pid=1,
+            compatibility_hash="same", block_size=16, total_blocks=4096, total_state_slots=64, max_context=1 << 20, max_running=64,
             version="0", device="cpu", dtype="float32", tensor_parallel=1, pipeline_parallel=1,
         )
         self.info.MergeFrom(pb.WorkerInfo(**info))
@@ -130,7 +152,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.silent = False
         """True: nothing is said any more, as by a stopped process."""
         self._server: grpc.aio.Server | None = None
-        self._queues: set[asyncio.Queue[pb.WorkerMessage | None]] = set()
+        self._queues: set[Queue] = set()
 
     async def start(self, address: str = "127.0.0.1:0") -> None:
         """Listen; `address` says where afterwards."""
@@ -177,6 +199,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.drain()
         return pb.DrainReply()
 
+    async def Inspect(self, request: pb.InspectRequest, context: Any) -> pb.InspectReply:  # noqa: N802
+        """One kernel, and nothing held."""
+        return pb.InspectReply(kernels=[pb.Kernel(op="attention", implementation="script", reason="a fake")],
+                               holdings=[pb.Holding(owner="free", blocks=self.load.free_blocks,
+                                                    state_slots=self.load.free_state_slots)])
+
     async def PutImage(self, request_iterator: AsyncIterator[pb.ImageChunk], context: Any) -> pb.PutImageReply:  # noqa: N802
         """Keep the pixels."""
         if not self.takes_pictures:
@@ -197,7 +225,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self, request_iterator: AsyncIterator[pb.RouterMessage], context: Any
     ) -> AsyncIterator[pb.WorkerMessage]:
         """One router's stream."""
-        queue: asyncio.Queue[pb.WorkerMessage | None] = asyncio.Queue()
+        queue: Queue = asyncio.Queue()
         queue.put_nowait(pb.WorkerMessage(load=self.load))
         self._queues.add(queue)
         legs: dict[tuple[int, int], asyncio.Task[None]] = {}
@@ -211,7 +239,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             for task in (reader, pulse, *legs.values()):
                 task.cancel()
 
-    async def _pulse(self, queue: asyncio.Queue[pb.WorkerMessage | None]) -> None:
+    async def _pulse(self, queue: Queue) -> None:
         """Once a second a sign of life, unless the script says to play dead."""
         while True:
             await asyncio.sleep(1.0)
@@ -221,7 +249,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     async def _read(
         self,
         messages: AsyncIterator[pb.RouterMessage],
-        queue: asyncio.Queue[pb.WorkerMessage | None],
+        queue: Queue,
         legs: dict[tuple[int, int], asyncio.Task[None]],
     ) -> None:
         async for message in messages:
@@ -241,89 +269,82 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                 task = legs.get((cancel.handle, cancel.attempt))
                 if task is not None and not task.done():
                     task.cancel()
-                    _fail(queue, cancel.handle, cancel.attempt, pb.ERROR_CODE_CANCELLED)
+                    _fail(queue, cancel, pb.ERROR_CODE_CANCELLED)
 
-    async def _prefill(self, submit: pb.Submit, seen: Seen, queue: asyncio.Queue[pb.WorkerMessage | None]) -> None:
-        plan = seen.plan
+    async def _prefill(self, submit: pb.Submit, seen: Seen, queue: Queue) -> None:
+        plan, transfer, base = seen.plan, self.script.transfers.setdefault(submit.transfer_id, Transfer()), len(submit.output)
         async with self.image_arrived:
-            await asyncio.wait_for(
-                self.image_arrived.wait_for(lambda: all(image.content_hash in self.images for image in submit.images)),
-                IMAGE_SECONDS,
-            )
-        if plan.prefill_error is not None and plan.error_at == 0:
-            _fail(queue, submit.handle, submit.attempt, plan.prefill_error)
+            here = self.image_arrived.wait_for(lambda: all(image.content_hash in self.images for image in submit.images))
+            await asyncio.wait_for(here, IMAGE_SECONDS)
+        if plan.prefill_error is not None and plan.error_at <= base and seen.fails():
+            _fail(queue, submit, plan.prefill_error)
             return
-        await _hold(seen, 0)
-        self._tokens(queue, submit, seen, [0])
-        seen.first.set()
-        stats = pb.LegStats(queue_seconds=0.25, compute_seconds=0.5)
-        if len(seen.output) == 1:
-            _finish(queue, submit, stats, seen.reason)
+        await _hold(seen, base)
+        self._tokens(queue, submit, seen, [(choice, base) for choice in _choices(submit)])
+        transfer.first.set()
+        stats = pb.LegStats(queue_seconds=0.25, compute_seconds=0.5, cached_tokens=len(submit.tokens) // 2)
+        if all(seen.finish(choice, base) for choice in _choices(submit)):
+            _finish(queue, submit, stats, handed_off=False)
             return
-        if plan.prefill_error is not None:
-            _fail(queue, submit.handle, submit.attempt, plan.prefill_error)
+        if plan.prefill_error is not None and seen.fails():
+            _fail(queue, submit, plan.prefill_error)
             return
-        await seen.taken.wait()
-        _finish(queue, submit, stats, None)
+        await transfer.taken.wait()
+        _finish(queue, submit, stats, handed_off=True)
 
-    async def _decode(self, submit: pb.Submit, seen: Seen, queue: asyncio.Queue[pb.WorkerMessage | None]) -> None:
-        plan = seen.plan
+    async def _decode(self, submit: pb.Submit, seen: Seen, queue: Queue) -> None:
+        plan, transfer, base = seen.plan, self.script.transfers.setdefault(submit.transfer_id, Transfer()), len(submit.output)
         if len(seen.submits[Role.DECODE]) <= plan.busy:
-            _fail(queue, submit.handle, submit.attempt, pb.ERROR_CODE_BUSY)
+            _fail(queue, submit, pb.ERROR_CODE_BUSY)
             return
-        if plan.decode_error is not None and plan.error_at == 0:
-            _fail(queue, submit.handle, submit.attempt, plan.decode_error)
+        if plan.decode_error is not None and plan.error_at <= base and seen.fails():
+            _fail(queue, submit, plan.decode_error)
             return
-        await seen.first.wait()
-        seen.taken.set()
-        stats = pb.LegStats(compute_seconds=2.0, transfer_seconds=0.125, kv_bytes=1000, state_bytes=24)
-        output = seen.output
+        await transfer.first.wait()
+        transfer.taken.set()
+        rows = [(choice, index) for index in range(base + 1, max(len(seen.output(choice)) for choice in _choices(submit)))
+                for choice in _choices(submit) if index < len(seen.output(choice)) and index != plan.skip]
         if plan.mess:
-            self._tokens(queue, submit, seen, [*range(len(output) - 1, 0, -1), *range(1, len(output))])
-            self._tokens(queue, submit, seen, [0, 1, len(output) - 1])
+            self._tokens(queue, submit, seen, [*reversed(rows), *rows])
+            self._tokens(queue, submit, seen, [(0, base), *rows[:1], *rows[-1:]])
             wrong = pb.Submit(handle=submit.handle, attempt=submit.attempt + 7)
-            self._tokens(queue, wrong, seen, [1, 2])
-        indices = [] if plan.mess else [index for index in range(1, len(output)) if index != plan.skip]
-        for start in range(0, len(indices), plan.batch):
-            group = indices[start : start + plan.batch]
-            if plan.decode_error is not None and group[0] >= plan.error_at:
-                _fail(queue, submit.handle, submit.attempt, plan.decode_error)
+            self._tokens(queue, wrong, seen, rows[:2])
+            rows = []
+        for start in range(0, len(rows), plan.batch):
+            group = rows[start : start + plan.batch]
+            index = group[0][1]
+            if plan.decode_error is not None and index >= plan.error_at and seen.fails():
+                _fail(queue, submit, plan.decode_error)
                 return
-            if group[0] == plan.drop_at:
-                queue.put_nowait(None)
+            if index == plan.drop_at and seen.fails():
+                self.drop_sessions()
                 return
-            await _hold(seen, group[0])
+            await _hold(seen, index)
             self._tokens(queue, submit, seen, group)
             await asyncio.sleep(0)
-        _finish(queue, submit, stats, seen.reason)
+        stats = pb.LegStats(compute_seconds=2.0, transfer_seconds=0.125, kv_bytes=1000, state_bytes=24)
+        _finish(queue, submit, stats, handed_off=False)
 
-    def _tokens(self, queue: asyncio.Queue[pb.WorkerMessage | None], submit: pb.Submit, seen: Seen, indices: list[int]) -> None:
-        count = len(indices)
-        queue.put_nowait(
-            pb.WorkerMessage(
-                step=pb.StepReport(
-                    handle=[submit.handle] * count,
-                    attempt=[submit.attempt] * count,
-                    choice=[0] * count,
-                    index=indices,
-                    token=[seen.output[index] for index in indices],
-                    logprobs=_logprobs(submit, seen, indices),
-                    load=self.load,
-                )
-            )
-        )
+    def _tokens(self, queue: Queue, submit: pb.Submit, seen: Seen, rows: list[tuple[int, int]]) -> None:
+        """Of (choice, index)."""
+        report = pb.StepReport(load=self.load)
+        for number, (choice, index) in enumerate(rows):
+            token = seen.output(choice)[index]
+            report.handle.append(submit.handle)
+            report.attempt.append(submit.attempt)
+            report.choice.append(choice)
+            report.index.append(index)
+            report.token.append(token)
+            report.finish.append(convert.finish_to_pb(seen.finish(choice, index)))
+            if submit.sampling.HasField("logprobs"):  # of output i, -i - 1; most probable: the token and those of the next ids
+                wanted = range(submit.sampling.logprobs)
+                report.logprobs.append(pb.Logprobs(row=number, logprob=-index - 1, top_token=[token + i for i in wanted],
+                                                   top_logprob=[-index - 1 - i for i in wanted]))
+        queue.put_nowait(pb.WorkerMessage(step=report))
 
 
-def _logprobs(submit: pb.Submit, seen: Seen, indices: list[int]) -> list[pb.Logprobs]:
-    """If asked for: of output i, -i - 1, and as the most probable ones the token itself and those of the next ids."""
-    if not submit.sampling.HasField("logprobs"):
-        return []
-    wanted = range(submit.sampling.logprobs)
-    return [
-        pb.Logprobs(row=row, logprob=-index - 1, top_token=[seen.output[index] + i for i in wanted],
-                    top_logprob=[-index - 1 - i for i in wanted])
-        for row, index in enumerate(indices)
-    ]
+def _choices(submit: pb.Submit) -> tuple[int, ...]:
+    return tuple(submit.choices) or (0,)
 
 
 async def _hold(seen: Seen, index: int) -> None:
@@ -332,28 +353,13 @@ async def _hold(seen: Seen, index: int) -> None:
         await seen.released.wait()
 
 
-def _finish(
-    queue: asyncio.Queue[pb.WorkerMessage | None], submit: pb.Submit, stats: pb.LegStats, reason: FinishReason | None
-) -> None:
-    queue.put_nowait(
-        pb.WorkerMessage(
-            step=pb.StepReport(
-                finished=[
-                    pb.Finished(
-                        handle=submit.handle,
-                        attempt=submit.attempt,
-                        handed_off=reason is None,
-                        stats=stats,
-                        reason=pb.FINISH_REASON_UNSPECIFIED if reason is None else convert.finish_to_pb(reason),
-                    )
-                ]
-            )
-        )
-    )
+def _finish(queue: Queue, submit: pb.Submit, stats: pb.LegStats, *, handed_off: bool) -> None:
+    finished = pb.Finished(handle=submit.handle, attempt=submit.attempt, handed_off=handed_off, stats=stats)
+    queue.put_nowait(pb.WorkerMessage(step=pb.StepReport(finished=[finished])))
 
 
-def _fail(queue: asyncio.Queue[pb.WorkerMessage | None], handle: int, attempt: int, code: pb.ErrorCode.ValueType) -> None:
-    failed = pb.Failed(handle=handle, attempt=attempt, code=code, message=f"scripted {pb.ErrorCode.Name(code)}",
+def _fail(queue: Queue, of: pb.Submit | pb.Cancel, code: pb.ErrorCode.ValueType) -> None:
+    failed = pb.Failed(handle=of.handle, attempt=of.attempt, code=code, message=f"scripted {pb.ErrorCode.Name(code)}",
                        retry_after_ms=5 if code == pb.ERROR_CODE_BUSY else 0)
     queue.put_nowait(pb.WorkerMessage(step=pb.StepReport(failed=[failed])))
 
@@ -380,14 +386,9 @@ class FakeDirectory(directory_pb2_grpc.DirectoryServicer):
 
     def show(self, *workers: FakeWorker) -> None:
         """These exist now, and no others."""
-        self._snapshot = directory_pb2.Snapshot(
-            endpoints=[
-                directory_pb2.Endpoint(
-                    replica_id=one.info.replica_id, role=one.info.role, address=one.address, epoch=one.info.epoch
-                )
-                for one in workers
-            ]
-        )
+        self._snapshot = directory_pb2.Snapshot(endpoints=[
+            directory_pb2.Endpoint(replica_id=one.info.replica_id, role=one.info.role, address=one.address,
+                                   epoch=one.info.epoch) for one in workers])
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 

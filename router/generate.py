@@ -6,19 +6,39 @@ import asyncio
 import logging
 import random
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from router import policy
-from router.dispatch import Action, CancelLeg, Dispatch, End, LegStats, RetryDecode, Submit, Tokens
+from router.dispatch import (
+    Action,
+    CancelLeg,
+    ChoiceEnd,
+    Dispatch,
+    End,
+    LegStats,
+    Resume,
+    RetryDecode,
+    Row,
+    Submit,
+    Tokens,
+)
 from router.prompt import Prompt
 from router.workers import WorkerLink, Workers
-from slipstream.errors import CancelledError, DeadlineError, InternalError, ProtocolError, SlipstreamError, SlowClientError
+from slipstream.errors import (
+    CancelledError,
+    DeadlineError,
+    InternalError,
+    ProtocolError,
+    SlipstreamError,
+    SlowClientError,
+    UnavailableError,
+)
 from slipstream.observability.metrics import RouterMetrics
 from slipstream.rpc import convert
-from slipstream.types import FinishReason, Logprobs, Role, SamplingParams, StopParams
+from slipstream.types import Role, SamplingParams, StopParams
 from slipstream.v1 import worker_pb2
 
 logger = logging.getLogger(__name__)
@@ -26,6 +46,10 @@ logger = logging.getLogger(__name__)
 TOKEN_BYTES = 4
 """Unread output is counted as token ids, and logprobs with their ids."""
 LOGPROB_BYTES = 8
+LOOK_SECONDS = 1.0
+"""How often a request that waits for replicas looks again, if it hears nothing of them."""
+RUN_MARK = "~"
+"""Between a request's id and the number of a run after its first, in the id that workers know; no client's id holds it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,21 +57,21 @@ class GenerateRequest:
     """What the workers are asked for."""
 
     id: str
-    handle: int
     prompt: Prompt
     sampling: SamplingParams
     stop: StopParams
     deadline: float
     """time.monotonic()."""
+    choices: int = 1
+    priority: int = 0
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
     """What has come since the reader last looked."""
 
-    tokens: tuple[int, ...] = ()
-    logprobs: tuple[Logprobs, ...] = ()
-    """One per token, if the request asked for them."""
+    news: tuple[Tokens | ChoiceEnd, ...] = ()
     end: End | None = None
 
 
@@ -57,76 +81,94 @@ class Times:
 
     arrived: float
     first_token: float | None = None
-    last_token: float | None = None
+    last_token: dict[int, float] = field(default_factory=dict)
+    """By choice."""
     ended: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """What a request may use up."""
+
+    unread_bytes: int
+    max_resumes: int
+    resume_wait_seconds: float
 
 
 @dataclass(eq=False)
 class _Sink:
     """One leg's ears."""
 
+    run: int
     role: Role
     generation: Generation
 
-    def on_tokens(self, attempt: int, rows: Sequence[tuple[int, int]], logprobs: Mapping[int, Logprobs]) -> None:
-        self.generation.act(self.generation.dispatch.tokens(self.role, attempt, rows, logprobs))
+    def on_tokens(self, attempt: int, rows: Sequence[Row]) -> None:
+        self.generation.act(self.generation.dispatch.tokens(self.run, self.role, attempt, rows))
 
     def on_finished(self, message: worker_pb2.Finished) -> None:
         stats = message.stats
         self.generation.act(self.generation.dispatch.finished(
-            self.role, message.attempt, None if message.handed_off else convert.finish_from_pb(message.reason),
-            LegStats(queue_seconds=stats.queue_seconds, compute_seconds=stats.compute_seconds,
-                     transfer_seconds=stats.transfer_seconds, kv_bytes=stats.kv_bytes, state_bytes=stats.state_bytes,
-                     cached_tokens=stats.cached_tokens)))
+            self.run, self.role, message.attempt, handed_off=message.handed_off,
+            stats=LegStats(queue_seconds=stats.queue_seconds, compute_seconds=stats.compute_seconds,
+                           transfer_seconds=stats.transfer_seconds, kv_bytes=stats.kv_bytes, state_bytes=stats.state_bytes,
+                           cached_tokens=stats.cached_tokens)))
 
     def on_failed(self, attempt: int, error: SlipstreamError) -> None:
-        self.generation.act(self.generation.dispatch.failed(self.role, attempt, error, random.uniform(0.5, 1.0)))
+        self.generation.leg_failed(self.run, self.role, attempt, error)
 
     def on_fault(self, error: SlipstreamError) -> None:
         self.generation.give_up(error)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
+class _Run:
+    """Where a run is carried out."""
+
+    pair: dict[Role, policy.Replica]
+    handle: int
+    busy: set[str] = field(default_factory=set)
+
+
 class Generation:
     """One request in flight. Read it with `next` until an Output has an end; `close` in any case."""
 
-    request: GenerateRequest
-    workers: Workers
-    metrics: RouterMetrics
-    turn: int
-    unread_bytes: int
-    times: Times
-    dispatch: Dispatch = field(default_factory=Dispatch)
-    output_tokens: int = 0
-    """So far."""
-    _pair: dict[Role, policy.Replica] = field(default_factory=dict)
-    _busy: set[str] = field(default_factory=set)
-    _unread: deque[int] = field(default_factory=deque)
-    _unread_logprobs: list[Logprobs] = field(default_factory=list)
-    _end: End | None = None
-    _changed: asyncio.Event = field(default_factory=asyncio.Event)
-    _over: asyncio.Event = field(default_factory=asyncio.Event)
-    _timers: list[asyncio.TimerHandle] = field(default_factory=list)
-    _pictures: asyncio.Task[None] | None = None
+    def __init__(self, request: GenerateRequest, workers: Workers, metrics: RouterMetrics, times: Times,
+                 next_handle: Callable[[], int], bounds: Bounds) -> None:
+        self.request = request
+        self.times = times
+        self.dispatch = Dispatch(range(request.choices), bounds.max_resumes)
+        self.output_tokens = 0
+        """So far, of all choices."""
+        self._workers = workers
+        self._metrics = metrics
+        self._bounds = bounds
+        self._next_handle = next_handle
+        self._runs: dict[int, _Run] = {}
+        self._failed: set[str] = set()  # replicas on which a run of this request has failed
+        self._unread: list[Tokens | ChoiceEnd] = []
+        self._unread_bytes = 0
+        self._end: End | None = None
+        self._changed = asyncio.Event()
+        self._over = asyncio.Event()
+        self._timers: list[asyncio.TimerHandle] = []
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
         """Choose the pair and submit to both. Raises UnavailableError if there is none."""
-        pair = policy.choose(self.workers.views(), turn=self.turn)
-        self._pair = {Role.PREFILL: pair.prefill, Role.DECODE: pair.decode}
+        self._place(0)
         self._later(max(0.0, self.request.deadline - time.monotonic()),
                     lambda: self.give_up(DeadlineError("the request's deadline passed")))
         self.act(self.dispatch.start())
-        if self.request.prompt.pictures and not self.dispatch.over:
-            self._pictures = asyncio.create_task(self._send_pictures(self.workers.link(pair.prefill.id)))
+        self._bring_pictures(0)
 
     async def next(self) -> Output:
         """Wait for news and take them."""
         while not self._unread and self._end is None:
             self._changed.clear()
             await self._changed.wait()
-        tokens, self._unread = tuple(self._unread), deque()
-        logprobs, self._unread_logprobs = tuple(self._unread_logprobs), []
-        return Output(tokens=tokens, logprobs=logprobs, end=self._end)
+        news, self._unread, self._unread_bytes = tuple(self._unread), [], 0
+        return Output(news=news, end=self._end)
 
     async def wait(self) -> None:
         """Until it has ended, whether or not somebody reads it."""
@@ -141,17 +183,23 @@ class Generation:
         """End it with an error: the client left, or the deadline passed."""
         self.act(self.dispatch.give_up(error))
 
-    def enough(self) -> None:
-        """The reader found a stop string: nothing more is wanted."""
-        self.act(self.dispatch.enough(FinishReason.STOP))
+    def enough(self, choice: int) -> None:
+        """The reader found a stop string: nothing more of the choice is wanted."""
+        self.act(self.dispatch.enough(choice))
 
     def close(self) -> None:
         """The reader is gone. Cancels what still runs."""
         self.give_up(CancelledError("the client went away"))
         for timer in self._timers:
             timer.cancel()
-        if self._pictures is not None:
-            self._pictures.cancel()
+        for task in self._tasks:
+            task.cancel()
+
+    def leg_failed(self, run: int, role: Role, attempt: int, error: SlipstreamError) -> None:
+        """A worker says so, or was lost."""
+        if known := self._runs.get(run):
+            self._failed.add(known.pair[role].id)
+        self.act(self.dispatch.failed(run, role, attempt, error, random.uniform(0.5, 1.0)))
 
     def act(self, actions: Sequence[Action]) -> None:
         """Carry out what the state machine decided."""
@@ -162,11 +210,20 @@ class Generation:
                 case CancelLeg():
                     self._cancel(action)
                 case RetryDecode():
-                    self.metrics.decode_retries.inc()
-                    self._busy.add(self._pair[Role.DECODE].id)
-                    self._later(action.seconds, self._retry)
+                    self._metrics.decode_retries.inc()
+                    run = self._runs[action.run]
+                    run.busy.add(run.pair[Role.DECODE].id)
+                    self._later(action.seconds, partial(self._retry, action.run))
+                case Resume():
+                    self._metrics.resumes.labels(action.error.code).inc()
+                    logger.info("resuming after %d tokens: %s", self.output_tokens, action.error.message,
+                                extra={"request_id": self.request.id})
+                    self._spawn(self._resume(action))
                 case Tokens():
                     self._take(action)
+                case ChoiceEnd():
+                    self._unread.append(action)
+                    self._changed.set()
                 case End():
                     self.times.ended = time.monotonic()
                     self._end = action
@@ -174,84 +231,123 @@ class Generation:
                     self._over.set()
 
     def _take(self, action: Tokens) -> None:
-        now, tokens, wanted = time.monotonic(), action.tokens, self.request.sampling.logprobs
-        if wanted is not None and len(action.logprobs) != len(tokens):
+        now, count, wanted = time.monotonic(), len(action.tokens), self.request.sampling.logprobs
+        if wanted is not None and len(action.logprobs) != count:
             self.give_up(ProtocolError("a replica left out the logprobs that it was asked for; update it"))
             return
-        if wanted is not None:
-            self._unread_logprobs += action.logprobs
         if self.times.first_token is None:
             self.times.first_token = now
-            self.metrics.ttft.observe(now - self.times.arrived)
-        elif self.times.last_token is not None:
-            self.metrics.itl.observe(now - self.times.last_token)
-        self.times.last_token = now
-        self.metrics.output_tokens.inc(len(tokens))
-        self.output_tokens += len(tokens)
-        self._unread.extend(tokens)
+            self._metrics.ttft.observe(now - self.times.arrived)
+        if (last := self.times.last_token.get(action.choice)) is not None:
+            self._metrics.itl.observe(now - last)
+        self.times.last_token[action.choice] = now
+        self._metrics.output_tokens.inc(count)
+        self.output_tokens += count
+        self._unread.append(action)
+        self._unread_bytes += count * (TOKEN_BYTES if wanted is None else TOKEN_BYTES + LOGPROB_BYTES * (1 + wanted))
         self._changed.set()
-        size = TOKEN_BYTES if wanted is None else TOKEN_BYTES + LOGPROB_BYTES * (1 + wanted)
-        if len(self._unread) * size > self.unread_bytes:
+        if self._unread_bytes > self._bounds.unread_bytes:
             self._unread.clear()
-            self._unread_logprobs.clear()
-            self.give_up(SlowClientError(f"more than {self.unread_bytes} bytes of output were left unread; read faster"))
+            self.give_up(SlowClientError(f"more than {self._bounds.unread_bytes} bytes of output were left unread; read "
+                                         "faster"))
+
+    # Runs ----------------------------------------------------------------------------------------------------------------
+
+    def _place(self, run: int) -> None:
+        """Choose a pair for a run, without those that have failed if there are others. Raises UnavailableError."""
+        handle = self._next_handle()
+        pair = policy.choose(self._workers.views(), turn=handle, not_now=self._failed)
+        self._runs[run] = _Run(pair={Role.PREFILL: pair.prefill, Role.DECODE: pair.decode}, handle=handle)
+
+    async def _resume(self, action: Resume) -> None:
+        """Begin a new run as soon as there are replicas for it; none for too long ends the request."""
+        await asyncio.sleep(action.seconds)
+        until = time.monotonic() + self._bounds.resume_wait_seconds
+        while not self.dispatch.over:
+            try:
+                self._place(action.run)
+                break
+            except UnavailableError as error:
+                if time.monotonic() > until:
+                    self.give_up(error)
+                    return
+            await self._workers.change(LOOK_SECONDS)
+        self.act(self.dispatch.begin(action.run))
+        self._bring_pictures(action.run)
 
     def _submit(self, action: Submit) -> None:
-        request = self.request
+        request, run = self.request, self._runs[action.run]
+        name = request.id if action.run == 0 else f"{request.id}{RUN_MARK}{action.run}"
         message = worker_pb2.Submit(
-            handle=request.handle, request_id=request.id, attempt=action.attempt, transfer_id=f"{request.id}/{request.handle}",
-            tokens=request.prompt.tokens, sampling=convert.sampling_to_pb(request.sampling),
+            handle=run.handle, request_id=name, attempt=action.attempt, transfer_id=f"{name}/{run.handle}",
+            tokens=request.prompt.tokens, output=action.output, choices=action.choices, priority=request.priority,
+            cache_salt=request.cache_salt, sampling=convert.sampling_to_pb(request.sampling),
+            images=[convert.image_to_pb(picture.content_hash, picture.grid) for picture in request.prompt.pictures],
             remaining_ms=max(1, int((request.deadline - time.monotonic()) * 1000)))
         convert.stop_to_pb(request.stop, message)
         try:
-            if action.role is Role.PREFILL:
-                message.images.extend(convert.image_to_pb(picture.content_hash, picture.grid)
-                                      for picture in request.prompt.pictures)
-            else:
-                source = self.workers.link(self._pair[Role.PREFILL].id).info
+            if action.role is Role.DECODE:
+                source = self._workers.link(run.pair[Role.PREFILL].id).info
                 if source is not None:
                     message.prefill_addresses.extend(source.cache_store_addresses)
                     message.prefill_epoch = source.epoch
-            self.workers.link(self._pair[action.role].id).submit(message, _Sink(action.role, self))
+            self._workers.link(run.pair[action.role].id).submit(message, _Sink(action.run, action.role, self))
         except SlipstreamError as error:
-            self.act(self.dispatch.failed(action.role, action.attempt, error))
+            self.leg_failed(action.run, action.role, action.attempt, error)
 
     def _cancel(self, action: CancelLeg) -> None:
+        run = self._runs[action.run]
         try:
-            self.workers.link(self._pair[action.role].id).cancel(self.request.handle, action.attempt)
+            self._workers.link(run.pair[action.role].id).cancel(run.handle, action.attempt)
         except SlipstreamError:
             logger.debug("the %s worker left before it was told of a cancel", action.role.value)
 
-    def _retry(self) -> None:
+    def _retry(self, number: int) -> None:
         """Another decode replica, or the same again if there is no other."""
         if self.dispatch.over:
             return
+        run = self._runs[number]
         try:
-            replica = policy.another_decode(self.workers.views(), self._pair[Role.PREFILL].compatibility_hash,
-                                            not_now=self._busy, turn=self.turn)
+            replica = policy.another_decode(self._workers.views(), run.pair[Role.PREFILL].compatibility_hash,
+                                            not_now=run.busy, turn=run.handle)
         except SlipstreamError as error:
-            self.give_up(error)
+            self.act(self.dispatch.broken(number, error))
             return
-        if replica.id in self._busy:  # everybody was asked: begin again
-            self._busy.clear()
-        self._pair[Role.DECODE] = replica
-        self.act(self.dispatch.retry())
+        if replica.id in run.busy:  # everybody was asked: begin again
+            run.busy.clear()
+        run.pair[Role.DECODE] = replica
+        self.act(self.dispatch.retry(number))
 
-    async def _send_pictures(self, link: WorkerLink) -> None:
-        """All at once; the first that is not taken stops the others and ends the request."""
+    def _bring_pictures(self, number: int) -> None:
+        if self.request.prompt.pictures and not self.dispatch.over:
+            self._spawn(self._send_pictures(number))
+
+    async def _send_pictures(self, number: int) -> None:
+        """All at once; the first that is not taken stops the others and breaks the run."""
         try:
+            link: WorkerLink = self._workers.link(self._runs[number].pair[Role.PREFILL].id)
             async with asyncio.TaskGroup() as group:
                 for picture in {picture.content_hash: picture for picture in self.request.prompt.pictures}.values():
                     seconds = max(0.001, self.request.deadline - time.monotonic())
                     group.create_task(link.put_image(picture, self.request.id, seconds))
         except* SlipstreamError as errors:
-            self.give_up(first_of(errors))
-        except* Exception:
-            logger.exception("the pictures of a request could not be sent", extra={"request_id": self.request.id})
-            self.give_up(InternalError("a fault of the router kept a picture from its worker; its log has more"))
+            self._failed.add(self._runs[number].pair[Role.PREFILL].id)
+            self.act(self.dispatch.broken(number, first_of(errors)))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        async def guarded() -> None:
+            try:
+                await work
+            except Exception:
+                logger.exception("a request could not be carried on", extra={"request_id": self.request.id})
+                self.give_up(InternalError("a fault of the router ended the request; its log has more"))
+
+        task = asyncio.create_task(guarded())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _later(self, seconds: float, what: Callable[[], None]) -> None:
-        self._timers.append(asyncio.get_running_loop().call_later(seconds, partial(what)))
+        self._timers.append(asyncio.get_running_loop().call_later(seconds, what))
 
 
 def first_of(errors: BaseExceptionGroup[SlipstreamError]) -> SlipstreamError:

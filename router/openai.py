@@ -23,26 +23,29 @@ _MAX_SEED = 1 << 63
 MAX_CHAT_LOGPROBS = 20
 MAX_TEXT_LOGPROBS = 5
 MAX_BIASES = 1024
+MAX_CHOICES = 16
+MAX_SALT_CHARACTERS = 256
+MAX_PRIORITY = 100
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}")
 _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 
 # field -> the values that change nothing
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",),
+    "echo": (False,), "suffix": ("",),
     "tools": ([],),
     "functions": ([],), "tool_choice": ("none", "auto"), "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],), "prompt_logprobs": (0, False), "web_search_options": (), "audio": (),
     "prediction": (), "chat_template": (),
-    "chat_template_kwargs": ({},), "guided_json": (), "guided_regex": (), "reasoning_effort": (), "cache_salt": ("",),
+    "chat_template_kwargs": ({},), "guided_json": (), "guided_regex": (), "reasoning_effort": (),
     "image_embeds": (), "prompt_embeds": (),
 }
 _IGNORED = frozenset({"user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier",
-                      "prompt_cache_key", "priority", "verbosity"})
+                      "prompt_cache_key", "verbosity"})
 _COMMON = frozenset({"model", "stream", "stream_options", "temperature", "top_p", "seed", "max_tokens", "stop",
                      "stop_token_ids", "ignore_eos", "min_tokens", "top_k", "min_p",
                      "presence_penalty", "frequency_penalty",
-                     "repetition_penalty", "logit_bias", "logprobs"})
+                     "repetition_penalty", "logit_bias", "logprobs", "n", "best_of", "cache_salt", "priority"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +71,12 @@ class Options:
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
     """Most probable tokens to show with every token; None: show no logprobs."""
+    n: int = 1
+    """Choices."""
+    priority: int = 0
+    """Lower goes first."""
+    cache_salt: str = ""
+    """Requests of different salts share no cached prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +178,8 @@ def _options(fields: Mapping[str, Any], logprobs: int | None) -> Options:
         presence_penalty=_number(fields, "presence_penalty", -2.0, 2.0) or 0.0,
         frequency_penalty=_number(fields, "frequency_penalty", -2.0, 2.0) or 0.0,
         repetition_penalty=_number(fields, "repetition_penalty", 0.0, 10.0, open_low=True) or 1.0,
-        logit_bias=_logit_bias(fields), logprobs=logprobs)
+        logit_bias=_logit_bias(fields), logprobs=logprobs, n=_choices(fields), cache_salt=_cache_salt(fields),
+        priority=_integer(fields, "priority", -MAX_PRIORITY, MAX_PRIORITY) or 0)
 
 
 def _chat_logprobs(fields: Mapping[str, Any]) -> int | None:
@@ -183,6 +193,21 @@ def _chat_logprobs(fields: Mapping[str, Any]) -> int | None:
 
 def _text_logprobs(fields: Mapping[str, Any]) -> int | None:
     return None if fields.get("logprobs") is False else _integer(fields, "logprobs", 0, MAX_TEXT_LOGPROBS)
+
+
+def _choices(fields: Mapping[str, Any]) -> int:
+    n, best_of = _integer(fields, "n", 1, MAX_CHOICES) or 1, _integer(fields, "best_of", 1, MAX_CHOICES)
+    if best_of is not None and best_of != n:
+        raise InvalidRequestError(f"best_of ({best_of}) other than n ({n}) is not supported; leave it out", field="best_of")
+    return n
+
+
+def _cache_salt(fields: Mapping[str, Any]) -> str:
+    salt = fields.get("cache_salt")
+    if salt is not None and not (isinstance(salt, str) and len(salt) <= MAX_SALT_CHARACTERS):
+        raise InvalidRequestError(f"cache_salt must be a string of at most {MAX_SALT_CHARACTERS} characters",
+                                  field="cache_salt")
+    return salt or ""
 
 
 def _min_tokens(fields: Mapping[str, Any]) -> int:

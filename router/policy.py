@@ -45,11 +45,16 @@ def missing(replicas: Sequence[Replica]) -> str:
     return ""
 
 
-def choose(replicas: Sequence[Replica], *, turn: int) -> Pair:
-    """The least loaded pair of equal compatibility hash; `turn` breaks ties in rotation.
+def choose(replicas: Sequence[Replica], *, turn: int, not_now: Collection[str] = ()) -> Pair:
+    """The least loaded pair of equal compatibility hash, without replicas of `not_now` as far as there are others; `turn`
+    breaks ties in rotation.
 
     Raises UnavailableError saying what is missing.
     """
+    for role in Role:
+        others = [replica for replica in replicas if replica.role is not role or replica.id not in not_now]
+        if not missing(others):
+            replicas = others
     if reason := missing(replicas):
         raise UnavailableError(f"{reason}; try again soon", retry_after_seconds=1.0)
     usable = [replica for replica in replicas if not replica.draining]

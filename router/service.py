@@ -12,12 +12,13 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry
 
 from router import policy
-from router.generate import GenerateRequest, Generation, Times
+from router.generate import Bounds, GenerateRequest, Generation, Times
 from router.limits import Limits
 from router.openai import ChatRequest, CompletionRequest, Options
 from router.prompt import Prompt, PromptBuilder
@@ -46,7 +47,8 @@ class Ticket:
     """Ours, unique; what the client may have called it is only logged."""
     options: Options
     generation: Generation
-    text: TextStream
+    texts: tuple[TextStream, ...]
+    """By choice."""
     prompt_tokens: int
 
 
@@ -158,8 +160,8 @@ class RouterService:
                 self._leave()
         self.metrics.prompt_tokens.inc(len(prompt.tokens))
         hidden = generation.request.stop.stop_token_ids
-        return Ticket(id=name, options=options, generation=generation, prompt_tokens=len(prompt.tokens),
-                      text=TextStream(self.builder.tokenizer, options.stop, hidden, options.min_tokens))
+        texts = tuple(TextStream(self.builder.tokenizer, options.stop, hidden, options.min_tokens) for _ in range(options.n))
+        return Ticket(id=name, options=options, generation=generation, prompt_tokens=len(prompt.tokens), texts=texts)
 
     async def _build(self, build: Callable[[], Prompt]) -> Prompt:
         """On a thread, in turn. Whoever gives up before its turn leaves nothing behind; who does later keeps its thread."""
@@ -189,9 +191,9 @@ class RouterService:
         if options.min_tokens > max_tokens:
             raise InvalidRequestError(f"min_tokens is {options.min_tokens}; there is room for {max_tokens} tokens",
                                       field="min_tokens")
-        handle = next(self._numbers)
         request = GenerateRequest(
-            id=name, handle=handle, prompt=prompt, deadline=deadline,
+            id=name, prompt=prompt, deadline=deadline, choices=options.n, priority=options.priority,
+            cache_salt=options.cache_salt,
             sampling=SamplingParams(temperature=self.checkpoint.default_temperature if temperature is None else temperature,
                                     top_p=self.checkpoint.default_top_p if top_p is None else top_p, seed=seed,
                                     top_k=options.top_k, min_p=options.min_p, presence_penalty=options.presence_penalty,
@@ -199,8 +201,10 @@ class RouterService:
                                     repetition_penalty=options.repetition_penalty, logit_bias=options.logit_bias),
             stop=StopParams(max_tokens=max_tokens, min_tokens=options.min_tokens,
                             stop_token_ids=eos | frozenset(options.stop_token_ids)))
-        return Generation(request=request, workers=self.workers, metrics=self.metrics, turn=handle,
-                          unread_bytes=self.config.router.unread_bytes, times=Times(arrived=arrived))
+        limits = self.config.router
+        return Generation(request, self.workers, self.metrics, Times(arrived=arrived), partial(next, self._numbers),
+                          Bounds(unread_bytes=limits.unread_bytes, max_resumes=limits.max_resumes,
+                                 resume_wait_seconds=limits.resume_wait_seconds))
 
     def _leave(self) -> None:
         self.limits.leave()
@@ -214,11 +218,14 @@ class RouterService:
         code = "ok" if end is None or end.error is None else end.error.code
         logger.info("the request ended: %s", code, extra={
             "request_id": generation.request.id, "prompt_tokens": len(generation.request.prompt.tokens),
-            "output_tokens": generation.output_tokens, "seconds": round(time.monotonic() - times.arrived, 4)})
+            "output_tokens": generation.output_tokens, "resumes": generation.dispatch.resumes,
+            "seconds": round(time.monotonic() - times.arrived, 4)})
         if end is not None and end.error is None and times.ended is not None:
             metrics.e2e.observe(times.ended - times.arrived)
         if end is not None and end.error is not None:
             metrics.errors.labels(end.error.code).inc()
+        if prefill := generation.dispatch.stats.get(Role.PREFILL):
+            metrics.cached_tokens.inc(prefill.cached_tokens)
         if decode := generation.dispatch.stats.get(Role.DECODE):
             metrics.transfer.observe(decode.transfer_seconds)
             metrics.transfer_bytes.labels("kv").inc(decode.kv_bytes)
@@ -246,6 +253,7 @@ def report(generation: Generation) -> dict[str, float | int]:
         "prefill_seconds": prefill.compute_seconds if prefill else 0.0,
         "decode_seconds": decode.compute_seconds if decode else 0.0,
         "ttft_seconds": first - times.arrived if first is not None else 0.0,
+        "cached_tokens": prefill.cached_tokens if prefill else 0, "resumes": generation.dispatch.resumes,
     }
 
 

@@ -158,29 +158,28 @@ class Shape:
     created: int
     chat: bool
 
-    def chunk(self, text: str | None, finish_reason: str | None, *, first: bool = False, usage: bool = False,
+    def chunk(self, choice: int, text: str | None, finish_reason: str | None, *, first: bool = False, usage: bool = False,
               logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
         """One streamed object. `usage`: the client asked for usage, so every chunk carries the field."""
+        body: dict[str, Any] = {"index": choice, "logprobs": logprobs, "finish_reason": finish_reason}
         if self.chat:
-            delta: dict[str, Any] = {"role": "assistant", "content": text or ""} if first else {"content": text} if text else {}
-            choice: dict[str, Any] = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+            body["delta"] = {"role": "assistant", "content": text or ""} if first else {"content": text} if text else {}
         else:
-            choice = {"index": 0, "text": text or "", "logprobs": logprobs, "finish_reason": finish_reason}
-        return {**self._head(streamed=True), "choices": [choice], **({"usage": None} if usage else {})}
+            body["text"] = text or ""
+        return {**self._head(streamed=True), "choices": [body], **({"usage": None} if usage else {})}
 
     def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
         """The trailing chunk: no choices."""
         return {**self._head(streamed=True), "choices": [], "usage": usage}
 
-    def whole(self, text: str, finish_reason: str, usage: dict[str, Any],
-              logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The answer to a request that was not streamed."""
-        body: dict[str, Any] = {"index": 0, "logprobs": logprobs, "finish_reason": finish_reason}
-        if self.chat:
-            body["message"] = {"role": "assistant", "content": text, "refusal": None}
-        else:
-            body["text"] = text
-        return {**self._head(streamed=False), "choices": [body], "usage": usage}
+    def whole(self, choices: Sequence[tuple[str, str, dict[str, Any] | None]], usage: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a request that was not streamed: (text, finish reason, logprobs) of each choice."""
+        bodies: list[dict[str, Any]] = []
+        for index, (text, finish_reason, logprobs) in enumerate(choices):
+            body: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": finish_reason}
+            body |= {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}
+            bodies.append(body)
+        return {**self._head(streamed=False), "choices": bodies, "usage": usage}
 
     def _head(self, *, streamed: bool) -> dict[str, Any]:
         kind = ("chat.completion" + (".chunk" if streamed else "")) if self.chat else "text_completion"

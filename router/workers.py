@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import grpc
 import grpc.aio
 
+from router.dispatch import Row
 from router.policy import Replica
 from slipstream.errors import IncompatibleError, InternalError, SlipstreamError, UnavailableError
 from slipstream.rpc import convert
@@ -34,8 +35,8 @@ _IMAGE_CHUNK = 1 << 20
 class LegSink(Protocol):
     """What a request's leg hears from its worker; called on the event loop."""
 
-    def on_tokens(self, attempt: int, rows: Sequence[tuple[int, int]], logprobs: Mapping[int, Logprobs]) -> None:
-        """(index, token) rows of one step; logprobs by index, of a request that asked for them."""
+    def on_tokens(self, attempt: int, rows: Sequence[Row]) -> None:
+        """Tokens of one step."""
 
     def on_finished(self, message: worker_pb2.Finished) -> None:
         """The leg ended well."""
@@ -194,17 +195,9 @@ class WorkerLink:
         self._on_change()
 
     def _on_step(self, step: worker_pb2.StepReport) -> None:
-        rows: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        for handle, attempt, index, token in zip(step.handle, step.attempt, step.index, step.token, strict=True):
-            rows.setdefault((handle, attempt), []).append((index, token))
-        logprobs: dict[tuple[int, int], dict[int, Logprobs]] = {}
-        for one in step.logprobs:
-            key = step.handle[one.row], step.attempt[one.row]
-            logprobs.setdefault(key, {})[step.index[one.row]] = convert.logprobs_from_pb(one)
-        for (handle, attempt), tokens in rows.items():
-            if waiting := self._sinks.get(handle):
-                self._tell(handle, waiting, partial(waiting.sink.on_tokens, attempt, tokens,
-                                                    logprobs.get((handle, attempt), {})))
+        for key, rows in _by_leg(step).items():
+            if waiting := self._sinks.get(key[0]):
+                self._tell(key[0], waiting, partial(waiting.sink.on_tokens, key[1], rows))
         for finished in step.finished:
             if waiting := self._pop(finished.handle, finished.attempt):
                 self._tell(finished.handle, waiting, partial(waiting.sink.on_finished, finished))
@@ -234,6 +227,23 @@ class WorkerLink:
     def _forget(self, handle: int) -> None:
         if self._sinks.pop(handle, None) is not None and self.leaving and not self._sinks:
             self._on_change()
+
+
+def _by_leg(step: worker_pb2.StepReport) -> dict[tuple[int, int], list[Row]]:
+    """The rows of a report by (handle, attempt). Raises ValueError for columns of different lengths.
+
+    Logprobs that cannot be read are left out: their request ends for want of them.
+    """
+    told: dict[int, Logprobs] = {}
+    for one in step.logprobs:
+        with contextlib.suppress(ValueError):
+            told[one.row] = convert.logprobs_from_pb(one)
+    found: dict[tuple[int, int], list[Row]] = {}
+    columns = zip(step.handle, step.attempt, step.choice, step.index, step.token, step.finish, strict=True)
+    for number, (handle, attempt, choice, index, token, finish) in enumerate(columns):
+        row = Row(choice=choice, index=index, token=token, finish=convert.finish_from_pb(finish), logprobs=told.get(number))
+        found.setdefault((handle, attempt), []).append(row)
+    return found
 
 
 async def _write(call: Any, queue: asyncio.Queue[worker_pb2.RouterMessage]) -> None:
@@ -277,6 +287,7 @@ class Workers:
         self._silence_seconds = silence_seconds
         self._on_change = on_change
         self._closing: set[asyncio.Task[None]] = set()
+        self._news = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
 
     def add(self, address: str) -> None:
@@ -303,7 +314,14 @@ class Workers:
             closing = asyncio.create_task(self._links.pop(address).close())
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
+        news, self._news = self._news, asyncio.Event()
+        news.set()
         self._on_change()
+
+    async def change(self, seconds: float) -> None:
+        """Wait until a worker comes or goes, at most so long."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._news.wait(), seconds)
 
     def link(self, address: str) -> WorkerLink:
         """Raises UnavailableError for a worker that has left."""

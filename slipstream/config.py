@@ -121,6 +121,10 @@ class RouterConfig:
     """Requests that this router has admitted and not ended; the next one gets 429."""
     request_timeout_seconds: float = 600.0
     """Deadline of a request that names none."""
+    max_resumes: int = 3
+    """How often a choice of a request may lose its replicas and go on elsewhere; preemptions do not count."""
+    resume_wait_seconds: float = 60.0
+    """How long a request that lost its replicas waits for others to come."""
     unread_bytes: int = 1 << 20
     """Output that a slow client may leave unread before its request is cancelled."""
     worker_silence_seconds: float = 10.0

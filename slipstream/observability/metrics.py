@@ -34,6 +34,10 @@ class RouterMetrics:
         self.transfer_bytes = Counter("slipstream_router_transfer_bytes", "Payload that travelled from prefill to decode.",
                                       ("kind",), registry=registry)
         self.errors = Counter("slipstream_router_errors", "Requests that failed, by error code.", ("code",), registry=registry)
+        self.resumes = Counter("slipstream_router_resumes", "Runs that were begun because another one failed, by error code.",
+                               ("code",), registry=registry)
+        self.cached_tokens = Counter("slipstream_router_cached_tokens", "Prompt tokens that prefill had cached.",
+                                     registry=registry)
         self.decode_retries = Counter("slipstream_router_decode_retries", "Decode attempts beyond the first.",
                                       registry=registry)
 

@@ -1,0 +1,97 @@
+"""Reads one request's tokens as text, choice by choice. Knows no HTTP.
+
+A choice ends with its last token or with a stop string; the last choice only ends when it is known how all of them went, so
+that usage and report are complete then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from router import logprobs
+from router.dispatch import Tokens
+from router.logprobs import Entry
+from router.service import RouterService, Ticket
+from router.stream import usage
+from slipstream.types import Role
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """What is new of one choice."""
+
+    choice: int
+    text: str
+    reason: str | None = None
+    """Why the choice ends with it."""
+    entries: Sequence[Entry] = ()
+    """Logprobs of the tokens that the text begins."""
+
+
+class Reader:
+    """A ticket's text, piece by piece; gives the ticket back exactly once."""
+
+    def __init__(self, service: RouterService, ticket: Ticket) -> None:
+        self.ticket = ticket
+        self._service = service
+        self._closed = False
+        self._open = set(range(len(ticket.texts)))
+
+    @property
+    def over(self) -> bool:
+        """True once every choice has ended."""
+        return not self._open
+
+    async def next(self) -> list[Piece]:
+        """Wait for something to show. Raises what ended the request badly."""
+        output = await self.ticket.generation.next()
+        pieces: list[Piece] = []
+        for news in output.news:
+            if news.choice not in self._open:
+                continue
+            if isinstance(news, Tokens):
+                pieces += self._add(news)
+            else:
+                pieces.append(self._last(news.choice, self.ticket.texts[news.choice].finish(), news.reason.value))
+        end = output.end
+        if self.over:
+            while end is None:
+                end = (await self.ticket.generation.next()).end
+        elif end is not None and end.error is not None and not pieces:
+            raise end.error  # what came before the failure was shown first
+        return pieces
+
+    def _add(self, news: Tokens) -> list[Piece]:
+        text = self.ticket.texts[news.choice]
+        shown = text.add(news.tokens, news.logprobs)
+        if text.stopped:
+            self.ticket.generation.enough(news.choice)
+            return [self._last(news.choice, shown, "stop")]
+        entries = text.entries(over=False)
+        return [Piece(choice=news.choice, text=shown, entries=entries)] if shown or entries else []
+
+    def _last(self, choice: int, shown: str, reason: str) -> Piece:
+        text = self.ticket.texts[choice]
+        self._open.discard(choice)
+        return Piece(choice=choice, text=shown, reason="stop" if text.stopped else reason, entries=text.entries(over=True))
+
+    def logprobs(self, entries: Sequence[Entry], *, chat: bool) -> dict[str, Any] | None:
+        """As the client sees them; None if it does not want any."""
+        if self.ticket.options.logprobs is None:
+            return None
+        return (logprobs.chat if chat else logprobs.text)(self._service.builder.tokenizer, entries)
+
+    def usage(self) -> dict[str, Any]:
+        """So far; the prompt counts once, whatever the number of choices and resumes."""
+        stats, prompt = self.ticket.generation.dispatch.stats, self.ticket.prompt_tokens
+        told = stats.get(Role.PREFILL) or stats.get(Role.DECODE)  # decode has heard it in the hand-off
+        cached = min(told.cached_tokens, prompt) if told else 0
+        return usage(prompt, sum(text.tokens for text in self.ticket.texts), cached)
+
+    def close(self) -> None:
+        """Cancels what still runs."""
+        if not self._closed:
+            self._closed = True
+            self._service.end(self.ticket)
