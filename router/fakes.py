@@ -1,7 +1,7 @@
 """Fake workers and a fake directory: real gRPC servers that answer as a script says. Know no engine and no tensor.
 
-They keep to the Worker protocol as the real ones do: prefill reports each choice's first token (of a resumed one: the next), and
-that it handed off once decode has taken the prompt over; decode reports the others. What the router sent is recorded.
+They keep to the Worker protocol as the real ones do: prefill reports each choice's first token (of a resumed one: the next),
+and that it handed off once decode has taken the prompt over; decode reports the others. What the router sent is recorded.
 """
 
 from __future__ import annotations
@@ -139,7 +139,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.script = script
         self.info = pb.WorkerInfo(
             replica_id=f"{role.value}-0", epoch=1, role=convert.role_to_pb(role), model_name="demo_model", pid=1,
-            compatibility_hash="same", block_size=16, total_blocks=4096, total_state_slots=64, max_context=1 << 20, max_running=64,
+            compatibility_hash="same", block_size=16, total_blocks=4096, total_state_slots=64, max_context=1 << 20,
+            max_running=64,
             version="0", device="cpu", dtype="float32", tensor_parallel=1, pipeline_parallel=1,
         )
         self.info.MergeFrom(pb.WorkerInfo(**info))

@@ -1,5 +1,5 @@
-"""Prefix reuse, several choices, resume and preemption change no token: random conversations on the toy model, whose answers show
-every row and every state that is not what it should be."""
+"""Prefix reuse, several choices, resume and preemption change no token: random conversations on the toy model, whose answers
+show every row and every state that is not what it should be."""
 
 from __future__ import annotations
 

@@ -241,7 +241,8 @@ def test_stop_strings(router: Front, text: str, stop: Any, wanted: str, batch: i
     answer = router.stream(stop=stop, stream_options={"include_usage": True})
     assert answer.text == wanted
     assert answer.reasons == ["stop"]
-    assert answer.chunks[-1]["usage"] == whole["usage"]
+    for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
+        assert answer.chunks[-1]["usage"][name] == whole["usage"][name]
     counted = whole["usage"]["completion_tokens"]
     stops = [stop] if isinstance(stop, str) else stop
     texts = [router.tokenizer.decode(tokens[:count]) for count in range(len(tokens) + 1)]
@@ -289,7 +290,7 @@ def test_pictures_go_to_prefill_by_name(router: Front) -> None:
     assert reply.status_code == 200, reply.text
     seen = router.stage.last
     prefill, decode = seen.submits[Role.PREFILL][0], seen.submits[Role.DECODE][0]
-    assert not decode.images
+    assert list(decode.images) == list(prefill.images), "their names, for cached blocks; no pixels"
     assert list(decode.tokens) == list(prefill.tokens)
     names = [content_hash(64, 96, pixels), content_hash(32, 32, others), content_hash(64, 96, pixels)]
     assert [image.content_hash for image in prefill.images] == names
@@ -344,8 +345,51 @@ def test_the_official_client(router: Front) -> None:
             client.chat.completions.create(model="none", messages=[{"role": "user", "content": "x"}])
         assert unknown.value.code == "model_not_found"
         with pytest.raises(openai.BadRequestError) as refused:
-            client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "x"}], n=2)
+            client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "x"}], n=17)
         assert refused.value.param == "n"
+
+
+def test_three_choices(router: Front) -> None:
+    """By the official client: whole, streamed, as chat and as text; each choice has its own text, stop, end and logprobs."""
+    texts = ["one two", "three STOP four", "five six seven"]
+    others = tuple((*router.tokenizer.encode(text), EOS) for text in texts[1:])
+    with openai.OpenAI(base_url=router.url + "/v1", api_key="none", max_retries=0) as client:
+        def plan() -> dict[str, Any]:
+            router.answer(texts[0], others=others)
+            return {"model": MODEL, "n": 3, "stop": [" STOP"]}
+
+        message: Any = [{"role": "user", "content": "x"}]
+        whole = client.chat.completions.create(**plan(), messages=message, logprobs=True)
+        right = ["one two", "three", "five six seven"]
+        assert [(choice.index, choice.message.content, choice.finish_reason) for choice in whole.choices] == [
+            (number, text, "stop") for number, text in enumerate(right)]
+        for choice, text in zip(whole.choices, right, strict=True):
+            assert choice.logprobs is not None
+            assert "".join(one.token for one in choice.logprobs.content or ()) == text
+        found, roles, ends = ["", "", ""], [0, 0, 0], [0, 0, 0]
+        chunks = list(client.chat.completions.create(**plan(), messages=message, stream=True,
+                                                     stream_options={"include_usage": True}))
+        for chunk in chunks:
+            for one in chunk.choices:
+                assert not ends[one.index], "nothing follows the end of a choice"
+                found[one.index] += one.delta.content or ""
+                roles[one.index] += one.delta.role is not None
+                ends[one.index] += one.finish_reason is not None
+        assert (found, roles, ends) == (right, [1, 1, 1], [1, 1, 1])
+        assert whole.usage is not None
+        assert chunks[-1].usage is not None
+        assert chunks[-1].usage.model_dump() == whole.usage.model_dump()
+        assert [one.text for one in client.completions.create(**plan(), prompt="x").choices] == right
+        submit = router.stage.last.submits[Role.PREFILL][0]
+        assert list(submit.choices) == [0, 1, 2]
+        assert len(router.stage.last.submits[Role.DECODE]) == 1, "one transfer for all"
+
+
+def test_priority_and_salt_reach_both_legs(router: Front) -> None:
+    router.answer("fine")
+    assert router.chat(priority=-7, cache_salt="tenant").status_code == 200
+    for (submit,) in router.stage.last.submits.values():
+        assert (submit.priority, submit.cache_salt) == (-7, "tenant")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -366,6 +410,8 @@ def test_report(router: Front, stream: bool) -> None:
         "prefill_seconds",
         "ttft_seconds",
         "decode_seconds",
+        "cached_tokens",
+        "resumes",
     }
     assert (report["kv_bytes"], report["state_bytes"], report["transfer_seconds"]) == (1000, 24, 0.125)
     assert (report["queue_seconds"], report["prefill_seconds"], report["decode_seconds"]) == (0.25, 0.5, 2.0)

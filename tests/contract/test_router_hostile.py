@@ -9,12 +9,13 @@ import json
 import re
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 from PIL import Image
 
+from router.dispatch import Row
 from router.fakes import FakeWorker, Plan, Script
 from router.service import PROMPT_THREADS
 from router.workers import WorkerLink
@@ -22,7 +23,7 @@ from slipstream import checkpoint
 from slipstream.checkpoint import DEMO
 from slipstream.errors import SlipstreamError
 from slipstream.text.tokenizer import Tokenizer
-from slipstream.types import Logprobs, Role
+from slipstream.types import Role
 from slipstream.v1 import worker_pb2 as pb
 from tests.support.scripted_router import MODEL, Front, Later, events, front, refused
 
@@ -77,23 +78,24 @@ def test_a_report_of_unequal_columns_costs_the_session(router: Front) -> None:
     handle = seen.submits[Role.DECODE][0].handle
     torn = pb.StepReport(handle=[handle, handle], attempt=[0], index=[5], token=[7])
     router.stage.do(lambda: router.workers[Role.DECODE].say(pb.WorkerMessage(step=torn)))
-    streamed = asked.result()
-    assert [error["code"] for error in streamed.errors] == ["unavailable"]
-    assert "[DONE]" not in streamed.events
     router.stage.until(lambda: bool(seen.cancels[Role.PREFILL]), "prefill is told")
+    router.stage.until(lambda: len(seen.submits[Role.DECODE]) == 2, "it is resumed on a new session")
+    router.stage.release(seen)
+    assert asked.result().text == router.tokenizer.decode(LONG)
 
 
 @pytest.mark.parametrize(
     "last",
     [
-        pb.StepReport(handle=[0], attempt=[0], choice=[0], index=[2**32 - 1], token=[7]),
+        pb.StepReport(handle=[0], attempt=[0], choice=[0], index=[2**32 - 1], token=[7], finish=[2]),
+        pb.StepReport(handle=[0], attempt=[0], choice=[3], index=[2], token=[7], finish=[1]),
         pb.StepReport(finished=[pb.Finished(handed_off=True)]),
         pb.StepReport(finished=[pb.Finished()]),
         pb.StepReport(failed=[pb.Failed(message="what is this", code=77)]),  # type: ignore[arg-type]
     ],
 )
-def test_nonsense_about_one_request_costs_that_request(router: Front, last: pb.StepReport) -> None:
-    """Another request on the same Session goes on to its end."""
+def test_nonsense_about_one_request_is_asked_again(router: Front, last: pb.StepReport) -> None:
+    """Nothing of it is shown, and another request on the same Session is not disturbed."""
     router.stage.next(Plan(tokens=LONG, hold_at=2))
     neighbour = Later(router.stream)
     other = router.held()
@@ -109,12 +111,14 @@ def test_nonsense_about_one_request_costs_that_request(router: Front, last: pb.S
         failed.handle = handle
     if report.handle:
         report.handle[0] = handle
-        report.finished.add(handle=handle, reason=pb.FINISH_REASON_STOP)
+        report.finished.add(handle=handle)
     for _ in range(2):
         router.stage.do(lambda: router.workers[Role.DECODE].say(pb.WorkerMessage(step=report)))
-    streamed = asked.result()
-    assert len(streamed.errors) == 1
-    assert "[DONE]" not in streamed.events
+    seen = router.stage.last
+    router.stage.until(lambda: len(seen.submits[Role.DECODE]) == 2, "it is resumed")
+    router.stage.release(seen)
+    assert asked.result().text == router.tokenizer.decode(LONG)
+    assert len(other.submits[Role.DECODE]) == 1
     router.stage.release(other)
     assert neighbour.result().text == router.tokenizer.decode(LONG)
 
@@ -173,8 +177,8 @@ class Ear:
         self.heard: list[Any] = []
         self.ended = asyncio.Event()
 
-    def on_tokens(self, attempt: int, rows: Sequence[tuple[int, int]], logprobs: Mapping[int, Logprobs]) -> None:
-        self.heard.append(list(rows))
+    def on_tokens(self, attempt: int, rows: Sequence[Row]) -> None:
+        self.heard.append([(row.index, row.token) for row in rows])
         if self.breaks:
             raise KeyError("a bug")
 
@@ -204,9 +208,10 @@ async def test_a_fault_in_one_requests_handling_keeps_the_session() -> None:
             link.submit(pb.Submit(handle=handle, request_id=f"r{handle}", max_tokens=2), ear)
             await asyncio.wait_for(script.see(f"r{handle}").held.wait(), 5.0)
         for index in (1, 2):
-            step = pb.StepReport(handle=[1, 2], attempt=[0, 0], choice=[0, 0], index=[index] * 2, token=[7, 8])
+            step = pb.StepReport(handle=[1, 2], attempt=[0, 0], choice=[0, 0], index=[index] * 2, token=[7, 8],
+                                 finish=[0, 0])
             worker.say(pb.WorkerMessage(step=step))
-        worker.say(pb.WorkerMessage(step=pb.StepReport(finished=[pb.Finished(handle=2, reason=pb.FINISH_REASON_STOP)])))
+        worker.say(pb.WorkerMessage(step=pb.StepReport(finished=[pb.Finished(handle=2)])))
         await asyncio.wait_for(whole.ended.wait(), 5.0)
         assert whole.heard == [[(1, 8)], [(2, 8)], "finished"]
         assert broken.heard == [[(1, 7)], "internal"], "it is told once, and then left alone"

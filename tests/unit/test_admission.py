@@ -35,7 +35,8 @@ def test_a_refusal_names_what_is_missing() -> None:
     admission = Admission()
     assert "30 blocks are needed, 20 of 100" in admission.refused("a", Need(blocks=30), load(20), 0.0).reason
     assert "1 state slots are needed, 0 of 4" in admission.refused("b", Need(blocks=1), load(20, free_slots=0), 0.0).reason
-    assert "7 sequences run" in admission.refused("c", Need(blocks=1), load(20, running=7, total_slots=0, free_slots=0), 0.0).reason
+    crowded = load(20, running=7, total_slots=0, free_slots=0)
+    assert "7 sequences run" in admission.refused("c", Need(blocks=1), crowded, 0.0).reason
 
 
 def test_a_small_request_does_not_starve_a_large_one() -> None:

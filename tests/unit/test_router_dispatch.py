@@ -312,7 +312,8 @@ class _Workers:
         run, role, attempt = key = self.chance.choice(speaking)
         if self.chance.random() < self.faults:
             self.gone.add(key)
-            kinds = [UnavailableError("lost"), PreemptedError("memory"), InternalError("fault"), *([BusyError("x")] * (role is D))]
+            kinds = [UnavailableError("lost"), PreemptedError("memory"), InternalError("fault")]
+            kinds += [BusyError("full")] if role is D else []
             return dispatch.failed(run, role, attempt, self.chance.choice(kinds))
         if self.legs[key]:
             return dispatch.tokens(run, role, attempt, self.legs[key].pop())

@@ -409,8 +409,8 @@ class Stream(RuleBasedStateMachine):
     """
 
     @initialize(blocks=st.integers(4, 24), slots=st.sampled_from([0, 3, 6]), budget=st.integers(6, 24),
-                chunk=st.sampled_from([0, 1, 5]), fraction=st.sampled_from([0.1, 0.5, 1.0]), growth=st.sampled_from([1, 6, 100]),
-                snapshots=st.sampled_from([0, 1, 4]), cache=st.booleans())
+                chunk=st.sampled_from([0, 1, 5]), fraction=st.sampled_from([0.1, 0.5, 1.0]),
+                growth=st.sampled_from([1, 6, 100]), snapshots=st.sampled_from([0, 1, 4]), cache=st.booleans())
     def start(self, blocks: int, slots: int, budget: int, chunk: int, fraction: float, growth: int, snapshots: int,
               cache: bool) -> None:
         self.of = scheduler(blocks=blocks, slots=slots, max_running=6, budget=budget, chunk=chunk, parked_fraction=fraction,
@@ -435,7 +435,8 @@ class Stream(RuleBasedStateMachine):
             self.of.add(new)
             self.live[new.id.name] = new
 
-    @rule(prompt=st.integers(1, 60), outputs=st.integers(2, 12), family=st.integers(1, 3), choices=st.sampled_from([1, 1, 2, 3]))
+    @rule(prompt=st.integers(1, 60), outputs=st.integers(2, 12), family=st.integers(1, 3),
+          choices=st.sampled_from([1, 1, 2, 3]))
     def reserve(self, prompt: int, outputs: int, family: int, choices: int) -> None:
         new = self.new(prompt, outputs, False, family, choices)
         if new is not None and self.of.reserve(new):

@@ -68,8 +68,8 @@ def test_stop_strings_that_share_a_text() -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_usage_is_null_on_chunks_only_where_asked(shape: Shape) -> None:
-    assert "usage" not in shape.chunk("x", None)
-    asked = shape.chunk("x", None, usage=True)
+    assert "usage" not in shape.chunk(0, "x", None)
+    asked = shape.chunk(0, "x", None, usage=True)
     assert asked["usage"] is None
     assert len(asked["choices"]) == 1
     last = shape.usage_chunk(usage(3, 4, 2))
@@ -85,7 +85,7 @@ def test_usage_is_null_on_chunks_only_where_asked(shape: Shape) -> None:
 
 def test_an_event_is_one_line_whatever_the_text() -> None:
     text = 'line\r\n\ndata: [DONE]\u2028\x00"'
-    data = event(SHAPES[0].chunk(text, None))
+    data = event(SHAPES[0].chunk(0, text, None))
     assert data.startswith(b"data: ")
     assert data.endswith(b"\n\n")
     assert data.count(b"\n") == 2
