@@ -58,6 +58,10 @@ class Links:
         self._open: dict[Link, asyncio.Task[None]] = {}  # with their Hellos: the known ones, and retired ones that have users
         self._closing: set[asyncio.Task[None]] = set()
 
+    def __len__(self) -> int:
+        """Channels that are not closed."""
+        return len(self._open)
+
     async def close(self) -> None:
         """Close every connection; whoever still uses one fails."""
         for link, hello in list(self._open.items()):

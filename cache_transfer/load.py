@@ -19,7 +19,7 @@ from cache_transfer import frames
 from cache_transfer.channels.base import Channel
 from cache_transfer.coverage import Coverage
 from cache_transfer.handoff import Handoff
-from cache_transfer.links import Call, Links
+from cache_transfer.links import IDLE_SECONDS, Call, Links
 from cache_transfer.memory import CacheMemory, Landing
 from slipstream.config import TransferConfig
 from slipstream.errors import (
@@ -64,13 +64,14 @@ class CacheLoader:
     """One per rank."""
 
     def __init__(self, memory: CacheMemory, channel: Channel, *, replica_id: str, epoch: int, rank: int,
-                 config: TransferConfig) -> None:
+                 config: TransferConfig, idle_seconds: float = IDLE_SECONDS) -> None:
+        """`idle_seconds`: after so long without use a connection to a source is closed."""
         self._memory = memory
         self._path = channel
         layout = memory.layout
         hello = pb.HelloRequest(replica_id=replica_id, epoch=epoch, rank=rank,
                                 layout=pb.Layout(hash=layout.hash, fields=layout.fields()))
-        self._links = Links(hello, layout, connect_seconds=config.connect_seconds)
+        self._links = Links(hello, layout, connect_seconds=config.connect_seconds, idle_seconds=idle_seconds)
 
     async def close(self) -> None:
         """Close every connection; loads that still run fail."""

@@ -92,7 +92,8 @@ class Site:
     def __init__(self, channel: Channel, layout: CacheLayout | None = None, frame_bytes: int = 1 << 16, epoch: int = 1) -> None:
         self.layout = layout or transfer_rig.layout()
         self.held = transfer_rig.tensors(self.layout, seed=1)
-        self.store = CacheStore(CacheMemory(self.layout, self.held), channel, replica_id="p0", epoch=epoch, rank=0,
+        self.memory = CacheMemory(self.layout, self.held)
+        self.store = CacheStore(self.memory, channel, replica_id="p0", epoch=epoch, rank=0,
                                 config=TransferConfig(frame_bytes=frame_bytes))
         self.server = new_server()
         self.address = ""
@@ -134,16 +135,16 @@ async def serving(channel: Channel | None = None, layout: CacheLayout | None = N
 class Destination:
     """A destination."""
 
-    def __init__(self, address: str, connect_seconds: float = 5.0, layout: CacheLayout | None = None) -> None:
+    def __init__(self, address: str, connect_seconds: float, layout: CacheLayout | None, idle_seconds: float) -> None:
         self.address = address
         self.channel = CountingChannel()
         self.layout = layout or transfer_rig.layout()
         self.memory, self.held = transfer_rig.destination(self.layout)
         self.loader = CacheLoader(self.memory, self.channel, replica_id="d0", epoch=1, rank=0,
-                                  config=TransferConfig(connect_seconds=connect_seconds))
+                                  config=TransferConfig(connect_seconds=connect_seconds), idle_seconds=idle_seconds)
 
     async def load(self, name: str, *, attempt: int = 0, seconds: float = 20.0, epoch: int = 1, where: Landing | None = PLACE,
-                   refusal: SlipstreamError | None = None, hang: bool = False, request: str = "r") -> Loaded:
+                   refusal: SlipstreamError | None = None, hang: bool = False, request: str = "r", address: str = "") -> Loaded:
         async def admit(num_tokens: int) -> Landing | None:
             if refusal is not None:
                 raise refusal
@@ -151,14 +152,14 @@ class Destination:
                 await asyncio.Event().wait()
             return where
 
-        return await self.loader.load([self.address], transfer_id=name, attempt=attempt, source_epoch=epoch, request_id=request,
-                                      remaining_seconds=seconds, admit=admit)
+        return await self.loader.load([address or self.address], transfer_id=name, attempt=attempt, source_epoch=epoch,
+                                      request_id=request, remaining_seconds=seconds, admit=admit)
 
 
 @asynccontextmanager
-async def destination(address: str, connect_seconds: float = 5.0, layout: CacheLayout | None = None
-                      ) -> AsyncIterator[Destination]:
-    here = Destination(address, connect_seconds, layout)
+async def destination(address: str, connect_seconds: float = 5.0, layout: CacheLayout | None = None, *,
+                      idle_seconds: float = 300.0) -> AsyncIterator[Destination]:
+    here = Destination(address, connect_seconds, layout, idle_seconds)
     try:
         yield here
     finally:
