@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -67,8 +68,8 @@ async def one(site: Site, here: Destination, name: str, rng: random.Random) -> s
     """A request that either side may leave at any moment, treated as its owners would; returns how it ended."""
     transfer, log = site.prompt(name, TOKENS)
     load = asyncio.create_task(here.load(name, where=HERE))
-    leave = rng.choice([load.cancel, lambda: transfer.fail(CancelledError("gone")), lambda: None])
-    leaver = asyncio.get_running_loop().call_later(rng.random() * 0.03, leave)
+    leaves: list[Callable[[], object]] = [load.cancel, lambda: transfer.fail(CancelledError("gone")), lambda: None]
+    leaver = asyncio.get_running_loop().call_later(rng.random() * 0.03, rng.choice(leaves))
     for layer in range(3):
         await asyncio.sleep(rng.random() * 0.005)
         transfer.layer_done(layer, TOKENS, True)
