@@ -28,18 +28,20 @@ class Sockets:
     """This process's connections since the object was made; both of their ends are in this process."""
 
     def __init__(self) -> None:
-        self._before = self._count()
+        self._before = 0
+        self._before = 2 * self.connections
 
-    def _count(self) -> int:
-        found = 0
+    @property
+    def connections(self) -> float:
+        found = -self._before
         for name in os.listdir("/proc/self/fd"):
             with suppress(OSError):  # closed meanwhile
                 found += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
-        return found
+        return found / 2
 
     async def until(self, connections: int) -> None:
         async with asyncio.timeout(20):
-            while self._count() - self._before != 2 * connections:  # noqa: ASYNC110 - the kernel tells nobody
+            while self.connections != connections:  # noqa: ASYNC110 - the kernel tells nobody
                 await asyncio.sleep(0.01)
 
 
@@ -56,11 +58,14 @@ async def linked(**arguments: float) -> AsyncIterator[Links]:
 async def test_an_idle_link_is_closed_one_with_a_prompt_is_not_and_the_next_load_opens_another() -> None:
     async with serving() as busy, serving() as idle, destination("", idle_seconds=0.1) as here:
         sockets = Sockets()
+        for site, name in ((busy, "t"), (busy, "held"), (busy, "later"), (idle, "t")):
+            site.compute(site.prompt(name, 17)[0], 17)
         for site in (busy, idle):
-            site.compute(site.prompt("t", 17)[0], 17)
-        loaded = await here.load("t", address=busy.address)  # its source keeps the prompt until it is closed
-        await (await here.load("t", address=idle.address)).close(committed=True)
+            await (await here.load("t", address=site.address)).close(committed=True)
+        loaded = await here.load("held", address=busy.address)  # its source keeps the prompt until it is closed
         await sockets.until(1)
+        await (await here.load("later", address=busy.address)).close(committed=True)
+        assert sockets.connections == 1
         transfer, log = idle.prompt("again", 17)
         idle.compute(transfer, 17)
         await (await here.load("again", address=idle.address)).close(committed=True)

@@ -98,11 +98,38 @@ def expected(case: Case, held: dict[str, Tensor], before: dict[str, Tensor], whe
     return found
 
 
-async def publish(case: Case, transfer: SourceTransfer, begin: int, end: int) -> None:
-    """Compute these steps, one by one."""
-    for layer, rows in case.steps[begin:end]:
-        transfer.layer_done(layer, rows, rows == case.tokens)
-        await asyncio.sleep(0)
+class Prefill:
+    """Computes a case's prompt step by step: until a row or a state is final, the source's memory holds something else."""
+
+    def __init__(self, case: Case, held: dict[str, Tensor]) -> None:
+        self.case = case
+        self.held = held
+        self.truth = {name: tensor.clone() for name, tensor in held.items()}
+        self._done = 0
+        for layer in range(len(case.layout.layers)):
+            self._write(layer, case.cached, case.tokens, final=False)
+
+    def _write(self, layer: int, first: int, end: int, *, final: bool) -> None:
+        where, size = self.case.source, self.case.layout.block_size
+        for spec in self.case.layout.tensors:
+            if spec.layer != layer:
+                continue
+            held, truth = self.held[spec.name], self.truth[spec.name]
+            if spec.kind is not Kind.KV:
+                held[where.state_slot] = truth[where.state_slot] if final and end == self.case.tokens else float(first)
+                continue
+            for token in range(first, end):
+                block, row = where.blocks[token // size], token % size
+                held[block, :, row] = truth[block, :, row] if final else float(token)
+
+    async def publish(self, transfer: SourceTransfer, steps: int) -> None:
+        """Go on until so many steps are done in all."""
+        for layer, end in self.case.steps[self._done : steps]:
+            begin = max((earlier for earlier in self.case.chunk_ends if earlier < end), default=self.case.cached)
+            self._write(layer, begin, end, final=True)
+            transfer.layer_done(layer, end, end == self.case.tokens)
+            await asyncio.sleep(0)
+        self._done = max(self._done, steps)
 
 
 @settings(max_examples=60, deadline=None)
@@ -113,8 +140,8 @@ async def test_any_prompt_lands_whole_whatever_is_cached_and_whoever_tried_befor
                 destination(site.address, layout=case.layout) as here):
         for tensor in here.held.values():
             tensor.fill_(MARK)
+        prefill = Prefill(case, site.held)
         transfer, log = site.prompt("t", case.tokens, cached=case.cached, where=case.source)
-        done = 0
         for number, attempt in enumerate(case.attempts):
             where = Landing(blocks=attempt.blocks, state_slot=number, have_tokens=attempt.have_tokens)
             before = {name: tensor.clone() for name, tensor in here.held.items()}
@@ -127,13 +154,12 @@ async def test_any_prompt_lands_whole_whatever_is_cached_and_whoever_tried_befor
             load = asyncio.create_task(here.load("t", attempt=number, where=where))
             await log.until_last("ready")
             if attempt.ending == "lost":
-                await publish(case, transfer, done, attempt.steps)
-                done = max(done, attempt.steps)
+                await prefill.publish(transfer, attempt.steps)
                 load.cancel()
                 await asyncio.wait((load,))
                 await log.until_last("parked")
                 continue
-            await publish(case, transfer, done, len(case.steps))
+            await prefill.publish(transfer, len(case.steps))
             transfer.finish(handoff(case.tokens))
             loaded = await load
             wanted = case.layout.bytes_necessary(case.tokens - attempt.have_tokens)
@@ -144,7 +170,7 @@ async def test_any_prompt_lands_whole_whatever_is_cached_and_whoever_tried_befor
             await loaded.close(committed=True)
             await log.until_last("done")
             assert all(torch.equal(tensor, here.held[name])
-                       for name, tensor in expected(case, site.held, before, where).items())
+                       for name, tensor in expected(case, prefill.truth, before, where).items())
         assert site.store.open_transfers == 0
 
 
