@@ -22,8 +22,8 @@ class Coverage:
         """`have_tokens`: of the prompt's beginning, that the destination has: their rows do not travel. Raises ProtocolError
         unless they are whole blocks of the prompt."""
         if have_tokens % layout.block_size or not 0 <= have_tokens <= num_tokens:
-            raise ProtocolError(f"the destination says that it has {have_tokens} of {num_tokens} tokens; it can only have whole "
-                                f"blocks of {layout.block_size}")
+            raise ProtocolError(f"the destination says that it has {have_tokens} of {num_tokens} tokens; it can only have "
+                                f"whole blocks of {layout.block_size}")
         self.layout = layout
         self.num_tokens = num_tokens
         self.done = [have_tokens if spec.kind is Kind.KV else 0 for spec in layout.tensors]

@@ -10,13 +10,18 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from cache_transfer.handoff import VERSION, Handoff, HandoffChoice
 from slipstream.errors import ProtocolError
 from slipstream.types import MropeState
 from slipstream.v1 import cache_store_pb2 as pb
+
+M = TypeVar("M", bound=Message)
+
+SERVICE: str = pb.DESCRIPTOR.services_by_name["CacheStore"].full_name
 
 _CONTROL, _DATA = 0, 1
 _HEAD = struct.Struct("<BI")
@@ -43,15 +48,20 @@ def data_header(ranges: Sequence[Range]) -> bytes:
     return _HEAD.pack(_DATA, len(ranges)) + b"".join(_RANGE.pack(r.tensor, r.first, r.units) for r in ranges)
 
 
+def decode(kind: type[M], data: bytes) -> M:
+    """A message of this kind. Raises ProtocolError."""
+    try:
+        return kind.FromString(data)
+    except DecodeError as error:
+        raise ProtocolError(f"{len(data)} bytes that are no {kind.DESCRIPTOR.name} message: {error}") from error
+
+
 def parse(frame: bytes) -> pb.Control | tuple[list[Range], memoryview]:
     """A Control message, or the ranges and the payload of a data frame. Raises ProtocolError."""
     if not frame:
         raise ProtocolError("an empty frame on a Transfer stream")
     if frame[0] == _CONTROL:
-        try:
-            return pb.Control.FromString(frame[1:])
-        except DecodeError as error:
-            raise ProtocolError(f"a control frame that is no Control message: {error}") from error
+        return decode(pb.Control, frame[1:])
     if frame[0] != _DATA:
         raise ProtocolError(f"a frame of unknown kind {frame[0]}")
     try:

@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import grpc
 import grpc.aio
@@ -20,7 +19,7 @@ from cache_transfer import frames
 from cache_transfer.channels.base import Channel
 from cache_transfer.coverage import Coverage
 from cache_transfer.handoff import Handoff
-from cache_transfer.layout import differences
+from cache_transfer.links import IDLE_SECONDS, Call, Links
 from cache_transfer.memory import CacheMemory, Landing
 from slipstream.config import TransferConfig
 from slipstream.errors import (
@@ -34,17 +33,13 @@ from slipstream.errors import (
     TransferError,
     by_code,
 )
-from slipstream.rpc.channel import connect
 from slipstream.v1 import cache_store_pb2 as pb
-from slipstream.v1 import cache_store_pb2_grpc as pb_grpc
 
 logger = logging.getLogger(__name__)
 
 _HEARD_SECONDS = 1.0
 """Longest wait for a source to have heard our last word."""
-TRANSFER_METHOD = "/slipstream.cache_store.v1.CacheStore/Transfer"
 
-Call = grpc.aio.StreamStreamCall[bytes, bytes]
 Admit = Callable[[int], Awaitable[Landing | None]]
 """Prompt tokens -> where they may land, or None: no memory now."""
 
@@ -66,27 +61,21 @@ class Loaded:
 
 
 class CacheLoader:
-    """One per rank. Remembers with whom it has said Hello."""
+    """One per rank."""
 
     def __init__(self, memory: CacheMemory, channel: Channel, *, replica_id: str, epoch: int, rank: int,
-                 config: TransferConfig) -> None:
+                 config: TransferConfig, idle_seconds: float = IDLE_SECONDS) -> None:
+        """`idle_seconds`: after so long without use a connection to a source is closed."""
         self._memory = memory
         self._path = channel
-        self._config = config
         layout = memory.layout
-        self._hello = pb.HelloRequest(replica_id=replica_id, epoch=epoch, rank=rank,
-                                      layout=pb.Layout(hash=layout.hash, fields=layout.fields()))
-        self._channels: dict[str, grpc.aio.Channel] = {}
-        self._greeted: dict[str, int] = {}  # address -> epoch
-        self._greetings: dict[tuple[str, int], asyncio.Task[None]] = {}  # Hello on its way, shared by everyone who waits for it
+        hello = pb.HelloRequest(replica_id=replica_id, epoch=epoch, rank=rank,
+                                layout=pb.Layout(hash=layout.hash, fields=layout.fields()))
+        self._links = Links(hello, layout, connect_seconds=config.connect_seconds, idle_seconds=idle_seconds)
 
     async def close(self) -> None:
         """Close every connection; loads that still run fail."""
-        for greeting in self._greetings.values():
-            greeting.cancel()
-        for channel in self._channels.values():
-            await channel.close()
-        self._channels.clear()
+        await self._links.close()
 
     async def load(self, addresses: Sequence[str], *, transfer_id: str, attempt: int, source_epoch: int, request_id: str,
                    remaining_seconds: float, admit: Admit) -> Loaded:
@@ -98,22 +87,18 @@ class CacheLoader:
         if len(addresses) != 1:
             raise IncompatibleError(f"the source has {len(addresses)} ranks; this destination reads from one")
         address = addresses[0]
-        if address not in self._channels:
-            self._channels[address] = connect(address)
         clock = asyncio.get_running_loop().time
         deadline = clock() + remaining_seconds
         late = "the deadline passed while the prompt's state was on its way"
         try:
-            async with asyncio.timeout_at(deadline):
-                await self._greet(address, source_epoch)
+            async with asyncio.timeout_at(deadline), self._links.use(address, source_epoch) as link:
                 left = max(0.001, deadline - clock())
                 opened = pb.Open(transfer_id=transfer_id, attempt=attempt, epoch=source_epoch, request_id=request_id,
                                  compatibility_hash=self._memory.layout.hash, remaining_ms=max(1, int(left * 1000)))
-                return await self._transfer(address, opened, left, admit)
+                return await self._transfer(link.transfer(left), opened, admit)
         except TimeoutError as error:
             raise DeadlineError(late) from error
         except grpc.aio.AioRpcError as error:
-            self._greeted.pop(address, None)
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise DeadlineError(late) from error
             raise TransferError(f"the Transfer from {address} broke: {error.code().name} {error.details()}") from error
@@ -122,8 +107,7 @@ class CacheLoader:
                 raise
             raise TransferError(f"the source at {address} cut the Transfer off") from None
 
-    async def _transfer(self, address: str, opened: pb.Open, seconds: float, admit: Admit) -> Loaded:
-        call: Call = self._channels[address].stream_stream(TRANSFER_METHOD)(timeout=seconds)
+    async def _transfer(self, call: Call, opened: pb.Open, admit: Admit) -> Loaded:
         loaded: Loaded | None = None
         try:
             await call.write(frames.control(open=opened))
@@ -132,35 +116,6 @@ class CacheLoader:
         finally:
             if loaded is None:
                 call.cancel()
-
-    async def _greet(self, address: str, epoch: int) -> None:
-        """Hello, once per source and epoch, however many loads wait for it. Raises IncompatibleError or TransferError."""
-        if self._greeted.get(address) == epoch:
-            return
-        key = address, epoch
-        if (greeting := self._greetings.get(key)) is None:
-            greeting = self._greetings[key] = asyncio.create_task(self._say_hello(address, epoch))
-            greeting.add_done_callback(partial(self._greeted_once, key))
-        await asyncio.shield(greeting)
-
-    def _greeted_once(self, key: tuple[str, int], greeting: asyncio.Task[None]) -> None:
-        del self._greetings[key]
-        if not greeting.cancelled():
-            greeting.exception()  # retrieved here too: everyone who waited for it may have left
-
-    async def _say_hello(self, address: str, epoch: int) -> None:
-        try:
-            reply = await pb_grpc.CacheStoreStub(self._channels[address]).Hello(
-                self._hello, timeout=self._config.connect_seconds, wait_for_ready=True)
-        except grpc.aio.AioRpcError as error:
-            raise TransferError(f"no Hello from the cache store at {address} within {self._config.connect_seconds} s: "
-                                f"{error.code().name} {error.details()}") from error
-        if reply.epoch != epoch:
-            raise TransferError(f"{address} is {reply.replica_id} of epoch {reply.epoch}, not {epoch}: it has restarted")
-        differ = differences(self._memory.layout.fields(), dict(reply.layout.fields))
-        if differ or not reply.compatible:
-            raise IncompatibleError(f"{reply.replica_id} at {address} keeps its cache another way: {differ or reply.reason}")
-        self._greeted[address] = epoch
 
     async def _receive(self, call: Call, admit: Admit) -> Loaded:
         begin = await self._expect(call, "begin")
@@ -192,7 +147,7 @@ class CacheLoader:
                 coverage.add(ranges, self._memory, landing)
                 continue
             match frame.WhichOneof("message"):
-                case "handoff":
+                case "handoff" if handoff is None:
                     handoff = frames.handoff_from_pb(frame.handoff)
                 case "failed":
                     raise by_code(frame.failed.code, frame.failed.message)

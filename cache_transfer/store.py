@@ -16,6 +16,7 @@ import grpc.aio
 
 from cache_transfer import frames
 from cache_transfer.channels.base import Channel
+from cache_transfer.frames import SERVICE
 from cache_transfer.layout import differences
 from cache_transfer.memory import CacheMemory
 from cache_transfer.source import SourceTransfer, TransferListener
@@ -25,7 +26,6 @@ from slipstream.v1 import cache_store_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
-SERVICE = "slipstream.cache_store.v1.CacheStore"
 _TOMBSTONES = 4096
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
@@ -47,9 +47,8 @@ class CacheStore:
         self._expected = asyncio.Condition()
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Register the service. Transfer carries raw frames: no serializer ever copies a payload."""
-        hello = grpc.unary_unary_rpc_method_handler(self._hello, request_deserializer=pb.HelloRequest.FromString,
-                                                    response_serializer=pb.HelloReply.SerializeToString)
+        """Register the service with raw bytes: no serializer copies a payload, and rubbish is answered here, not by gRPC."""
+        hello: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_unary_rpc_method_handler(self._hello)
         transfer: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(self._transfer)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Hello": hello,
                                                                                         "Transfer": transfer}),))
@@ -97,14 +96,17 @@ class CacheStore:
         task = asyncio.get_running_loop().create_task(notify())
         task.add_done_callback(lambda done: done.exception())
 
-    async def _hello(self, request: pb.HelloRequest, context: grpc.aio.ServicerContext[pb.HelloRequest, pb.HelloReply]
-                     ) -> pb.HelloReply:
+    async def _hello(self, message: bytes, context: Context) -> bytes:
+        try:
+            request = frames.decode(pb.HelloRequest, message)
+        except ProtocolError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
         layout = self._memory.layout
         differ = differences(layout.fields(), dict(request.layout.fields))
         if differ:
             logger.warning("%s keeps its cache another way: %s", request.replica_id, differ)
         return pb.HelloReply(replica_id=self._replica_id, epoch=self._epoch, rank=self._rank, compatible=not differ,
-                             reason=differ, layout=pb.Layout(hash=layout.hash, fields=layout.fields()))
+                             reason=differ, layout=pb.Layout(hash=layout.hash, fields=layout.fields())).SerializeToString()
 
     async def _transfer(self, requests: AsyncIterator[bytes], context: Context) -> None:
         async def read() -> bytes | None:
@@ -138,6 +140,9 @@ class CacheStore:
                 await self._expected.wait_for(lambda: name in self._transfers or name in self._tombstones)
         except TimeoutError as error:
             raise TransferError(f"no prompt came for transfer {name} within {wait:.1f} s") from error
-        if name in self._transfers:
-            return self._transfers[name]
-        raise self._tombstones[name]
+        if name not in self._transfers:
+            raise self._tombstones[name]
+        transfer = self._transfers[name]
+        if opened.request_id != transfer.request_id:
+            raise ProtocolError(f"transfer {name} is request {transfer.request_id}'s, not {opened.request_id}'s")
+        return transfer

@@ -304,6 +304,9 @@ def _check(config: Config) -> None:
     for name, value in positive.items():
         if value <= 0:
             raise ConfigError(f"{name} must be at least 1, not {value}", field=name)
+    if config.transfer.frame_bytes > 32 << 20:
+        raise ConfigError(f"transfer.frame_bytes must be at most 32 MiB, half of the longest message, not "
+                          f"{config.transfer.frame_bytes}", field="transfer.frame_bytes")
     if engine.max_running > engine.max_batch_tokens:
         raise ConfigError(f"engine.max_running ({engine.max_running}) must not exceed engine.max_batch_tokens "
                           f"({engine.max_batch_tokens}): every running sequence decodes one token a step",

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
 import pytest
 import torch
 
 from cache_transfer.channels.base import choose
-from cache_transfer.layout import Kind
 from cache_transfer.load import CacheLoader, Loaded
 from cache_transfer.memory import Landing
 from slipstream.config import TransferConfig
@@ -88,57 +85,6 @@ async def test_bytes_arrive_where_the_destination_wants_them(dtype: str) -> None
             assert (await source.hear("done"))["committed"] is True
         await source.tell(state=True)
         assert (await source.hear("state"))["open"] == 0
-
-
-async def test_rows_that_the_destination_has_do_not_travel_and_cached_ones_need_no_computing() -> None:
-    """Any mix of what is cached on the two sides; the bytes are the exact formula's, and nothing is written that was there."""
-    rng = random.Random(7)
-    cases = [(16, 16, 12), (17, 16, 0), (40, 0, 36), (3, 0, 0)]
-    for _ in range(20):
-        tokens = rng.randrange(1, 41)
-        cases.append((tokens, rng.randrange(0, tokens + 1) // 4 * 4, rng.randrange(0, tokens) // 4 * 4))
-    async with transfer_rig.source() as source, destination() as here:
-        before = transfer_rig.rows(here.layout, transfer_rig.tensors(here.layout, 1), SOURCE, 40)
-        for number, (tokens, have, cached) in enumerate(cases):
-            for tensor in here.held.values():
-                tensor.fill_(-7.0)
-            await source.tell(**prompt(f"t{number}", tokens, cached=cached))
-            loaded = await here.load(source, f"t{number}", where=replace(HERE, have_tokens=have))
-            kv, state = here.layout.bytes_necessary(tokens - have)
-            assert (loaded.kv_bytes, loaded.state_bytes) == (kv, state)
-            for spec in here.layout.tensors:
-                got = transfer_rig.rows(here.layout, here.held, HERE, 40)[spec.name]
-                if spec.kind is Kind.KV:
-                    assert torch.equal(got[have:tokens], before[spec.name][have:tokens])
-                    assert bool((got[:have] == -7).all())
-                    assert bool((got[tokens:] == -7).all())
-                else:
-                    assert torch.equal(got, before[spec.name])
-            await loaded.close(committed=True)
-            assert (await source.hear("done"))["committed"] is True
-
-
-@pytest.mark.parametrize("have", [3, 20, 44])
-async def test_a_destination_cannot_have_parts_of_blocks_nor_more_than_the_prompt(have: int) -> None:
-    async with transfer_rig.source() as source, destination() as here:
-        await source.tell(**prompt("t", 17))
-        with pytest.raises(ProtocolError, match=f"has {have} of 17 tokens"):
-            await here.load(source, "t", where=replace(HERE, have_tokens=have))
-
-
-async def test_a_busy_destination_and_its_successor_may_have_different_rows() -> None:
-    async with transfer_rig.source() as source, destination() as here:
-        await source.tell(**prompt("t", 17, hold=True))
-        first = asyncio.create_task(here.load(source, "t", where=replace(HERE, have_tokens=16)))
-        await source.tell(compute="t", tokens=17, blocks=SOURCE.blocks, slot=SOURCE.state_slot)
-        loaded = await first
-        assert loaded.kv_bytes == here.layout.bytes_necessary(1)[0]
-        loaded.call.cancel()
-        await source.hear("parked")
-        again = await here.load(source, "t", attempt=1)
-        assert again.kv_bytes == here.layout.bytes_necessary(17)[0]
-        check(here, 17)
-        await again.close(committed=True)
 
 
 async def test_a_destination_may_come_first_and_the_prompt_grow_later() -> None:

@@ -13,146 +13,20 @@ from contextlib import asynccontextmanager
 import grpc
 import grpc.aio
 import pytest
+import torch
 
 from cache_transfer.channels.grpc import InlineChannel
 from cache_transfer.frames import Range
-from cache_transfer.handoff import Handoff, HandoffChoice
-from cache_transfer.load import CacheLoader, Loaded
 from cache_transfer.memory import CacheMemory, Landing
-from cache_transfer.source import SourceTransfer
-from cache_transfer.store import CacheStore
-from slipstream.config import TransferConfig
 from slipstream.errors import CancelledError, ContextLengthError, DeadlineError, SlipstreamError, TransferError
-from slipstream.rpc.server import listen, new_server
-from slipstream.types import MropeState
+from slipstream.rpc.server import listen
 from tests.support import transfer_rig
-
-TOKENS = 40_000  # 20 MB: more than the sockets and gRPC take when nobody reads
-PLACE = Landing(blocks=tuple(i % transfer_rig.BLOCKS for i in range(TOKENS // transfer_rig.BLOCK_SIZE)), state_slot=3)
-
-PATIENCE_SECONDS = 60.0  # a busy machine takes long to start a process that imports torch
-
-
-class CountingChannel(InlineChannel):
-    def __init__(self) -> None:
-        self.packed = 0
-        self.sending = asyncio.Event()
-        self.landed = asyncio.Event()
-
-    def pack(self, memory: CacheMemory, where: Landing, ranges: Sequence[Range]) -> bytes:
-        self.packed += 1
-        self.sending.set()
-        return super().pack(memory, where, ranges)
-
-    def land(self, memory: CacheMemory, where: Landing, ranges: Sequence[Range], payload: memoryview) -> None:
-        super().land(memory, where, ranges, payload)
-        self.landed.set()
+from tests.support.transfer_site import PATIENCE_SECONDS, PLACE, TOKENS, CountingChannel, Site, destination, serving
 
 
 class BrokenChannel(InlineChannel):
     def pack(self, memory: CacheMemory, where: Landing, ranges: Sequence[Range]) -> bytes:
         raise ValueError("a bug")
-
-
-class Log:
-    """A TransferListener that remembers."""
-
-    def __init__(self) -> None:
-        self.heard: list[str] = []
-        self.error: SlipstreamError | None = None
-        self._changed = asyncio.Event()
-
-    def ready(self) -> None:
-        self._add("ready")
-
-    def parked(self, reason: str) -> None:
-        self._add(f"parked: {reason}")
-
-    def done(self, committed: bool) -> None:
-        self._add("done")
-
-    def failed(self, error: SlipstreamError) -> None:
-        self.error = error
-        self._add("failed")
-
-    def _add(self, event: str) -> None:
-        self.heard.append(event)
-        self._changed.set()
-
-    async def until(self, *events: str) -> None:
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            while self.heard != list(events):
-                self._changed.clear()
-                await self._changed.wait()
-
-
-class Site:
-    """A source in this process."""
-
-    def __init__(self, channel: CountingChannel | BrokenChannel) -> None:
-        memory = CacheMemory(transfer_rig.layout(), transfer_rig.tensors(transfer_rig.layout(), seed=1))
-        self.store = CacheStore(memory, channel, replica_id="p0", epoch=1, rank=0, config=TransferConfig(frame_bytes=1 << 16))
-        self.server = new_server()
-        self.address = ""
-
-    def prompt(self, name: str, tokens: int = TOKENS) -> tuple[SourceTransfer, Log]:
-        """Announced and placed; nothing is computed yet."""
-        log = Log()
-        transfer = self.store.expect(name, "r", tokens, log)
-        transfer.begin(0)
-        transfer.allocated(PLACE.blocks, PLACE.state_slot, 0)
-        return transfer, log
-
-    def compute(self, transfer: SourceTransfer, tokens: int = TOKENS, *, layers: int = 4) -> None:
-        for layer in range(layers):
-            transfer.layer_done(layer, tokens, True)
-        if layers == 4:
-            transfer.finish(Handoff(request_id="r", prompt_tokens=tokens, state_token_count=tokens,
-                                    choices=(HandoffChoice(first_token=7),),
-                                    mrope=MropeState(delta=0, last_position=(1, 2, 3))))
-
-
-@asynccontextmanager
-async def serving(channel: CountingChannel | BrokenChannel | None = None) -> AsyncIterator[Site]:
-    site = Site(channel or CountingChannel())
-    site.store.add_to(site.server)
-    site.address = await listen(site.server, "127.0.0.1:0")
-    try:
-        yield site
-    finally:
-        await site.server.stop(None)
-
-
-class Destination:
-    """A destination in this process."""
-
-    def __init__(self, address: str, connect_seconds: float = 5.0) -> None:
-        self.address = address
-        self.channel = CountingChannel()
-        memory, _ = transfer_rig.destination(transfer_rig.layout())
-        self.loader = CacheLoader(memory, self.channel, replica_id="d0", epoch=1, rank=0,
-                                  config=TransferConfig(connect_seconds=connect_seconds))
-
-    async def load(self, name: str, *, attempt: int = 0, seconds: float = 20.0, epoch: int = 1,
-                   refusal: SlipstreamError | None = None, hang: bool = False) -> Loaded:
-        async def admit(num_tokens: int) -> Landing:
-            if refusal is not None:
-                raise refusal
-            if hang:
-                await asyncio.Event().wait()
-            return PLACE
-
-        return await self.loader.load([self.address], transfer_id=name, attempt=attempt, source_epoch=epoch, request_id="r",
-                                      remaining_seconds=seconds, admit=admit)
-
-
-@asynccontextmanager
-async def destination(address: str, connect_seconds: float = 5.0) -> AsyncIterator[Destination]:
-    here = Destination(address, connect_seconds)
-    try:
-        yield here
-    finally:
-        await here.loader.close()
 
 
 @asynccontextmanager
@@ -195,6 +69,7 @@ async def test_a_higher_attempt_takes_over_from_a_stopped_destination() -> None:
             process.send_signal(signal.SIGSTOP)
             site.compute(transfer)
             loaded = await here.load("t", attempt=1)
+            assert (loaded.kv_bytes, loaded.state_bytes) == here.layout.bytes_necessary(TOKENS)
             await loaded.close(committed=True)
             await log.until("ready", "ready", "done")
             process.send_signal(signal.SIGCONT)
@@ -256,23 +131,39 @@ async def test_an_admission_that_hangs_ends_with_the_deadline() -> None:
         assert time.monotonic() - began < 2
 
 
-async def test_a_stopped_source_ends_the_load_with_the_deadline() -> None:
+async def test_a_stopped_source_holds_up_neither_a_deadline_nor_a_cancel() -> None:
     async with transfer_rig.source() as source, destination(source.address) as here:
-        await source.tell(expect="t", tokens=17, hold=True)
-        await source.hear("expected")
+        for name in ("t", "v"):
+            await source.tell(expect=name, tokens=17, hold=True)
+            await source.hear("expected")
         await source.tell(expect="u", tokens=4, blocks=[1], slot=1)
         await (await here.load("u")).close(committed=True)  # greeted: now only Transfer itself waits
+        cancelled = asyncio.create_task(here.load("v"))
+        await source.tell(compute="v", tokens=17, blocks=[1, 2, 3, 4, 5], slot=1, chunks=[9])
+        await asyncio.wait_for(here.channel.landed.wait(), PATIENCE_SECONDS)
         source.process.send_signal(signal.SIGSTOP)
         began = time.monotonic()
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
         with pytest.raises(DeadlineError):
             await here.load("t", seconds=0.5)
         assert time.monotonic() - began < 2
+        held = {name: tensor.clone() for name, tensor in here.held.items()}
+        source.process.send_signal(signal.SIGCONT)
+        await source.tell(compute="v", tokens=17, blocks=[1, 2, 3, 4, 5], slot=1)  # late, for nobody
+        await source.tell(state=True)
+        await source.hear("state")
+        assert all(torch.equal(tensor, here.held[name]) for name, tensor in held.items())
 
 
+@pytest.mark.parametrize("resets", [False, True])
 @pytest.mark.parametrize(("connect_seconds", "seconds", "kind"), [(0.3, 20.0, TransferError), (20.0, 0.3, DeadlineError)])
-async def test_a_peer_that_never_says_hello(connect_seconds: float, seconds: float, kind: type[SlipstreamError]) -> None:
+async def test_a_peer_that_never_says_hello(connect_seconds: float, seconds: float, kind: type[SlipstreamError],
+                                            resets: bool) -> None:
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read()
+        if not resets:
+            await reader.read()
         writer.close()
 
     server = await asyncio.start_server(silent, "127.0.0.1", 0)

@@ -34,7 +34,7 @@ def tensors(of: CacheLayout, seed: int | None) -> dict[str, Tensor]:
     for layer in of.layers:
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
         if isinstance(layer, AttentionLayer):
-            shapes = {"kv": ((BLOCKS, 2, BLOCK_SIZE, layer.kv_heads, layer.head_size), dtype)}
+            shapes = {"kv": ((BLOCKS, 2, of.block_size, layer.kv_heads, layer.head_size), dtype)}
         else:
             shapes = {"conv": ((SLOTS, sum(layer.conv_segments), layer.conv_width - 1), dtype),
                       "recurrent": ((SLOTS, layer.value_heads, layer.key_head_size, layer.value_head_size), torch.float32)}
@@ -51,8 +51,8 @@ def rows(of: CacheLayout, held: dict[str, Tensor], where: Landing, count: int) -
         tensor = held[spec.name]
         if spec.kind is Kind.KV:
             token = torch.arange(count)
-            blocks = torch.tensor(where.blocks)[token // BLOCK_SIZE]
-            found[spec.name] = tensor[blocks, :, token % BLOCK_SIZE]
+            blocks = torch.tensor(where.blocks)[token // of.block_size]
+            found[spec.name] = tensor[blocks, :, token % of.block_size]
         else:
             assert where.state_slot is not None
             found[spec.name] = tensor[where.state_slot]

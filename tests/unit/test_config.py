@@ -57,6 +57,7 @@ def test_pools_of_a_file_replace_the_default_ones(tmp_path: Path) -> None:
     ("engine.block_size=0", "engine.block_size must be at least 1"),
     ("engine.max_running=2000", "must not exceed engine.max_batch_tokens (1024)"),
     ("transfer.parked_fraction=0.0", "must be in (0, 1]"),
+    ("transfer.frame_bytes=33554433", "must be at most 32 MiB"),
     ("router.port=70000", "0 to 65535"),
     ("pools.decode.role=encode", "must be one of prefill, decode"),
     ("pools.decode.replicas=0", "no pool has role decode"),

@@ -1,0 +1,164 @@
+"""A peer that breaks the protocol, or bytes that break on their way: one request fails with a typed error, all else goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import grpc
+import grpc.aio
+import pytest
+
+from cache_transfer import frames
+from cache_transfer.channels.faults import FaultyChannel
+from cache_transfer.channels.grpc import InlineChannel
+from cache_transfer.frames import Range
+from cache_transfer.memory import Landing
+from slipstream.errors import CoverageError, ProtocolError
+from slipstream.rpc.server import listen, new_server
+from slipstream.v1 import cache_store_pb2 as pb
+from tests.support import transfer_rig
+from tests.support.transfer_site import destination, handoff, serving
+
+LAYOUT = transfer_rig.layout()
+KV, CONV = 4, 0  # tensors of the rig's layout
+TOKENS = 17
+HERE = Landing(blocks=(1, 50, 6, 22, 13), state_slot=2, have_tokens=4)
+MARK = -7.0
+ROW = LAYOUT.tensors[KV].unit_bytes
+
+
+def data(*ranges: Range, payload: int) -> bytes:
+    return frames.data_header(ranges) + bytes(payload)
+
+
+HANDOFF = frames.control(handoff=frames.handoff_to_pb(handoff(TOKENS)))
+SENT = frames.control(sent=pb.Sent())
+TWICE = frames.handoff_to_pb(handoff(TOKENS))
+TWICE.choices.add(choice=0, first_token=9)
+
+RUBBISH = [b"", b"\x02", b"\x00\xff\xff", b"\x01", b"\x01\xff\xff\xff\xff", b"\x01\x01\x00\x00\x00",
+           data(Range(KV, 0, 4), payload=4 * ROW), frames.control(),
+           frames.control(begin=pb.Begin()), frames.control(open=pb.Open()), frames.control(sent=pb.Sent())]
+
+
+@pytest.mark.parametrize("rubbish", RUBBISH)
+@pytest.mark.parametrize("when", ["first", "instead of Ready", "after Ready"])
+async def test_rubbish_from_a_destination_fails_its_own_prompt_only(when: str, rubbish: bytes,
+                                                                    caplog: pytest.LogCaptureFixture) -> None:
+    async with serving() as site, destination(site.address) as here:
+        transfer, log = site.prompt("t", TOKENS)
+        other, others = site.prompt("other", TOKENS)
+        going_on = asyncio.create_task(here.load("other"))
+        await others.until("ready")
+        async with grpc.aio.insecure_channel(site.address) as channel:
+            call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(f"/{frames.SERVICE}/Transfer")()
+            if when != "first":
+                await call.write(frames.control(open=pb.Open(transfer_id="t", epoch=1, request_id="r", remaining_ms=20_000,
+                                                             compatibility_hash=LAYOUT.hash)))
+                assert await told(call) == "begin"
+            if when == "after Ready":
+                await call.write(frames.control(ready=pb.Ready()))
+                await log.until("ready")
+            await call.write(rubbish)
+            answer = await told(call)
+            assert answer in ("protocol", "transfer_failed"), answer
+        if when == "first":
+            assert not transfer.over
+        else:
+            await log.until_last("failed")
+        site.compute(other, TOKENS)
+        await (await going_on).close(committed=True)
+        await others.until("ready", "done")
+    assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+
+
+async def told(call: grpc.aio.StreamStreamCall[bytes, bytes]) -> str:
+    """The kind of the source's next word, or the code of its failure."""
+    frame = await call.read()
+    assert isinstance(frame, bytes)
+    message = frames.parse(frame)
+    assert isinstance(message, pb.Control)
+    return message.failed.code if message.WhichOneof("message") == "failed" else str(message.WhichOneof("message"))
+
+
+@asynccontextmanager
+async def scripted(script: Sequence[bytes], heard: list[str]) -> AsyncIterator[str]:
+    """A source that says all the right words up to Ready, and then these; `heard`: what the destination says to it."""
+    async def hello(request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
+        return pb.HelloReply(replica_id="p0", epoch=1, compatible=True,
+                             layout=pb.Layout(hash=LAYOUT.hash, fields=LAYOUT.fields())).SerializeToString()
+
+    async def transfer(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+        await anext(requests)
+        await context.write(frames.control(begin=pb.Begin(num_tokens=TOKENS)))
+        await anext(requests)
+        for frame in script:
+            await context.write(frame)
+        async for frame in requests:
+            message = frames.parse(frame)
+            assert isinstance(message, pb.Control)
+            heard.append(message.failed.code)
+
+    server = new_server()
+    handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
+        "Hello": grpc.unary_unary_rpc_method_handler(hello), "Transfer": grpc.stream_stream_rpc_method_handler(transfer)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(frames.SERVICE, handlers),))
+    yield await listen(server, "127.0.0.1:0")
+    await server.stop(None)
+
+
+@pytest.mark.parametrize(("script", "says"), [
+    ([data(Range(KV, 0, 4), payload=4 * ROW)], "expected to go on from 4"),  # what the destination has
+    ([data(Range(KV, 3, 2), payload=2 * ROW)], "expected to go on from 4"),
+    ([data(Range(KV, 8, 4), payload=4 * ROW)], "expected to go on from 4"),
+    ([data(Range(KV, 4, 14), payload=14 * ROW)], "up to 17"),
+    ([data(Range(KV, 4, 1 << 62), payload=0)], "up to 17"),
+    ([data(Range(99, 0, 1), payload=1)], "tensor 99"),
+    ([data(Range(CONV, 0, 5), Range(CONV, 0, 5), payload=10)], "expected to go on from 5"),
+    ([data(Range(KV, 4, 4), payload=4 * ROW - 1)], "payload bytes"),
+    ([data(Range(KV, 4, 4), payload=4 * ROW + 1)], "payload bytes"),
+    ([data(Range(KV, 4, 4), payload=0)[:-1]], "too short"),
+    ([b""], "empty frame"), ([b"\x07"], "unknown kind"), ([b"\x00\xff\xff"], "no Control message"),
+    ([frames.control()], "None in the middle"), ([frames.control(ready=pb.Ready())], "ready in the middle"),
+    ([HANDOFF, HANDOFF], "handoff in the middle"),
+    ([frames.control(handoff=TWICE)], "names a choice twice"),
+    ([SENT], "without a Handoff"), ([HANDOFF, SENT], "of 17 units|of [0-9]+ units")])
+async def test_rubbish_from_a_source_is_refused_before_it_lands(script: list[bytes], says: str,
+                                                                caplog: pytest.LogCaptureFixture) -> None:
+    heard: list[str] = []
+    async with scripted(script, heard) as address, serving() as site, destination(address) as here:
+        for tensor in here.held.values():
+            tensor.fill_(MARK)
+        with pytest.raises((ProtocolError, CoverageError), match=says) as error:
+            await here.load("t", where=HERE)
+        assert heard == [error.value.code]
+        assert all(bool((tensor == MARK).all()) for tensor in here.held.values())
+        site.compute(site.prompt("u", TOKENS)[0], TOKENS)
+        await (await here.load("u", address=site.address)).close(committed=True)
+    assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+
+
+async def test_a_bit_that_flips_in_any_frame_is_never_committed() -> None:
+    """Also of one layer among several whose other layers arrived whole."""
+    packed, broken = 0, -1
+
+    def damage(number: int, frame: bytes) -> bytes:
+        nonlocal packed
+        packed += 1
+        return frame[:-1] + bytes((frame[-1] ^ 0x10,)) if packed == broken else frame
+
+    async with serving(FaultyChannel(InlineChannel(), damage), frame_bytes=1500) as site, destination(site.address) as here:
+        site.compute(site.prompt("whole", TOKENS)[0], TOKENS)
+        await (await here.load("whole")).close(committed=True)
+        frames_of_a_prompt = packed
+        assert frames_of_a_prompt > 4
+        for broken in range(1, frames_of_a_prompt + 1):
+            packed = 0
+            transfer, log = site.prompt(f"t{broken}", TOKENS)
+            site.compute(transfer, TOKENS)
+            with pytest.raises(CoverageError, match="digest"):
+                await here.load(f"t{broken}")
+            await log.until("ready", "failed")
+        assert site.store.open_transfers == 0
