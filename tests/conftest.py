@@ -22,11 +22,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Of `--dist loadgroup`: one unit of all deployments, else one of each file, so that a module's fixtures are made once."""
     if config.getvalue("dist") != "loadgroup":
         return None
-    from xdist.scheduler import LoadGroupScheduling
+    from xdist.scheduler import LoadGroupScheduling  # type: ignore[import-untyped]
 
-    class Scheduling(LoadGroupScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            group: str = super()._split_scope(nodeid)
-            return group.partition("::")[0]
-
-    return Scheduling(config, log)
+    scheduler = LoadGroupScheduling(config, log)
+    group_of = scheduler._split_scope  # a test's group, or its whole name
+    scheduler._split_scope = lambda name: group_of(name).partition("::")[0]
+    return scheduler
