@@ -14,6 +14,7 @@ from slipstream.errors import CheckpointError
 from slipstream.kernels.dispatch import Kernels
 from slipstream.layers.attention import Attention
 from slipstream.layers.batch import AttentionCache, ForwardBatch, LayerCache, LinearCache
+from slipstream.layers.embedding import empty_embedding
 from slipstream.layers.gated_delta import GatedDeltaNet
 from slipstream.layers.mlp import GatedMLP
 from slipstream.layers.norm import RMSNorm
@@ -58,7 +59,7 @@ class Decoder(nn.Module):
 
     def __init__(self, checkpoint: Checkpoint, kernels: Kernels, *, qwen3_5: bool) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(checkpoint.vocab_size, checkpoint.hidden_size)
+        self.embed_tokens = empty_embedding(checkpoint.vocab_size, checkpoint.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(checkpoint, spec, kernels, qwen3_5=qwen3_5) for spec in checkpoint.layers)
         self.norm = RMSNorm(kernels, checkpoint.hidden_size, checkpoint.rms_norm_eps, qwen3_5)
         self.rotary = Rotary(checkpoint.rope)

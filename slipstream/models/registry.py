@@ -14,7 +14,6 @@ from slipstream.checkpoint import Checkpoint
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.kernels import dispatch
 from slipstream.layers.batch import ForwardBatch, LayerCache
-from slipstream.layers.rope import Rotary
 from slipstream.models import weights
 from slipstream.models.qwen import CausalLM, Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration, Qwen3ForCausalLM
 
@@ -66,8 +65,7 @@ def load(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device,
         model = kind(checkpoint, dispatch.choose(kernels))
     weights.load_into(model, checkpoint.path, rename=lambda name: _rename(name, isinstance(model, VisionModel), checkpoint),
                       dtype=dtype, device=device, progress=progress)
-    _materialise_buffers(model, checkpoint, device)
-    return model.eval()
+    return model.to(device).eval()
 
 
 def _check_capabilities(kind: type[CausalLM], checkpoint: Checkpoint) -> None:
@@ -99,12 +97,3 @@ def _rename(name: str, vision: bool, checkpoint: Checkpoint) -> str | None:
     if name.startswith("mtp.") or (name.startswith("visual.") and not vision):
         return None
     return None if name == "lm_head.weight" and checkpoint.tie_embeddings else name
-
-
-def _materialise_buffers(model: CausalLM, checkpoint: Checkpoint, device: torch.device) -> None:
-    """Constant tables were built on the meta device with the rest; make them again for real."""
-    model.model.rotary = Rotary(checkpoint.rope).to(device)
-    if isinstance(model, Qwen3_5ForConditionalGeneration):
-        assert checkpoint.image is not None
-        model.visual.mean = torch.tensor(checkpoint.image.mean, device=device)
-        model.visual.std = torch.tensor(checkpoint.image.std, device=device)

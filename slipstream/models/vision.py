@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from slipstream.checkpoint import ImageConfig, VisionConfig
 from slipstream.kernels.dispatch import Kernels
+from slipstream.layers.embedding import empty_embedding
 
 ROPE_THETA = 10000.0
 
@@ -111,11 +112,11 @@ class VisionTower(nn.Module):
         super().__init__()
         self.config = config
         self.patch_embed = PatchEmbed(config)
-        self.pos_embed = nn.Embedding(config.num_position_embeddings, config.hidden_size)
+        self.pos_embed = empty_embedding(config.num_position_embeddings, config.hidden_size)
         self.blocks = nn.ModuleList(VisionBlock(config, kernels) for _ in range(config.depth))
         self.merger = PatchMerger(config)
-        self.register_buffer("mean", torch.tensor(image.mean), persistent=False)
-        self.register_buffer("std", torch.tensor(image.std), persistent=False)
+        self.register_buffer("mean", torch.tensor(image.mean, device="cpu"), persistent=False)
+        self.register_buffer("std", torch.tensor(image.std, device="cpu"), persistent=False)
 
     def forward(self, pixels: Sequence[NDArray[np.uint8]]) -> list[Tensor]:
         """uint8 [H, W, 3] images, sides multiples of patch * merge -> one [tokens, out_hidden] each."""

@@ -10,6 +10,8 @@ import pytest
 from launch.demo import questions
 from tests.support.command import Command
 
+pytestmark = pytest.mark.deployment
+
 
 @pytest.fixture
 def command() -> Iterator[Command]:

@@ -78,6 +78,28 @@ def test_light_processes_stay_light(package: str) -> None:
     assert done.stdout.split() == []
 
 
+def test_a_worker_imports_no_more_than_it_runs() -> None:
+    """Torch's compiler, which some operators import on the meta device, would double the time that a worker takes to start."""
+    code = """
+import sys
+from slipstream import checkpoint
+from slipstream.config import EngineConfig, ModelConfig
+from slipstream.engine.build import build
+from tests.support.engine_driver import request, run
+from tests.support.samples import Samples
+import decode.service, prefill.service, worker.process
+demo = checkpoint.read(checkpoint.DEMO)
+engine = build(demo, ModelConfig(device="cpu"), EngineConfig(kv_cache_tokens=1024, max_running=1))
+sample = next(one for one in Samples(demo).all() if one.pixels)
+engine.submit(request("r", sample.tokens, 3, grids=sample.grids, ignore_eos=True, temperature=1.0), sample.pixels)
+assert len(run(engine).tokens["r"]) == 3
+print(*[n for n in ("ray", "sympy", "torch._dynamo", "torch._inductor", "transformers") if n in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []
+
+
 def test_probe_sees_a_module_that_changes_the_process(tmp_path: Path) -> None:
     """The check itself: a package that touches the environment and os is caught."""
     folder = tmp_path / "meddler"

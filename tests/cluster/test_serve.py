@@ -17,6 +17,8 @@ import pytest
 from slipstream.checkpoint import DEMO
 from tests.support.command import COMMAND, Command
 
+pytestmark = pytest.mark.deployment
+
 ROOT = Path(__file__).resolve().parents[2]
 SERVE = ["serve", "--config", str(ROOT / "deploy" / "examples" / "local.toml"), "--set", "router.port=0"]
 READY = r"ready at (http://\S+);"

@@ -14,6 +14,8 @@ import pytest
 
 from tests.support.command import COMMAND, Command
 
+pytestmark = pytest.mark.deployment
+
 CLUSTER = """
 import json, sys, ray
 from ray.util.placement_group import placement_group_table

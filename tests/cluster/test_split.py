@@ -43,8 +43,7 @@ async def pairs(cluster: Cluster) -> AsyncIterator[list[Pair]]:
         decode = cluster.processes["decode-0"].address
         pairs = [await stack.enter_async_context(pair(cluster.processes[name].address, decode)) for name in CHUNKS]
         yield pairs
-        for both in pairs:
-            await both.until_empty()
+        await asyncio.gather(*(both.until_empty() for both in pairs))
 
 
 @pytest.fixture(scope="module")

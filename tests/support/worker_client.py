@@ -269,8 +269,7 @@ class Pair:
 
     async def until_empty(self, seconds: float = 10) -> None:
         """Wait until nothing is left on both."""
-        await self.prefill.until_empty(seconds)
-        await self.decode.until_empty(seconds)
+        await asyncio.gather(self.prefill.until_empty(seconds), self.decode.until_empty(seconds))
 
 
 @asynccontextmanager

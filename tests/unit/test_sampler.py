@@ -13,7 +13,7 @@ import torch
 from slipstream.engine.sampler import Draw, sample, uniform
 from slipstream.types import SamplingParams
 
-DRAWS = 20_000
+DRAWS = 8_000
 
 
 def frequencies(logits: torch.Tensor, *, temperature: float, top_p: float = 1.0, choice: int = 0) -> torch.Tensor:
