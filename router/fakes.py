@@ -222,9 +222,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             self.image_arrived.notify_all()
         return pb.PutImageReply(already_present=known)
 
-    async def Session(  # noqa: N802
-        self, request_iterator: AsyncIterator[pb.RouterMessage], context: Any
-    ) -> AsyncIterator[pb.WorkerMessage]:
+    async def Session(self, request_iterator: AsyncIterator[pb.RouterMessage],  # noqa: N802
+                      context: Any) -> AsyncIterator[pb.WorkerMessage]:
         """One router's stream."""
         queue: Queue = asyncio.Queue()
         queue.put_nowait(pb.WorkerMessage(load=self.load))
@@ -375,7 +374,7 @@ class FakeDirectory(directory_pb2_grpc.DirectoryServicer):
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> None:
-        """Listen; `address` says where afterwards."""
+        """Listen."""
         self._server = new_server()
         directory_pb2_grpc.add_DirectoryServicer_to_server(self, self._server)
         self.address = await listen(self._server, "127.0.0.1:0")

@@ -8,4 +8,5 @@ from torch import nn
 
 def empty_embedding(rows: int, size: int) -> nn.Embedding:
     """[rows, size], to be filled. nn.Embedding draws values; on the meta device that imports torch's compiler, for seconds."""
-    return nn.Embedding.from_pretrained(torch.empty(rows, size), freeze=False)
+    table: nn.Embedding = nn.Embedding.from_pretrained(torch.empty(rows, size), freeze=False)  # type: ignore[no-untyped-call]
+    return table

@@ -28,7 +28,7 @@ class Sockets:
     """This process's connections since the object was made; both of their ends are in this process."""
 
     def __init__(self) -> None:
-        self._before = 0
+        self._before = 0.0
         self._before = 2 * self.connections
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -55,8 +56,8 @@ def alone(checkpoint: Checkpoint, model: LanguageModel, chosen: list[Sample]) ->
     return found
 
 
-def make(model: LanguageModel, checkpoint: Checkpoint, **config: int) -> Engine:
-    values = {"kv_cache_tokens": 16384, "max_running": 32, "max_batch_tokens": 512} | config
+def make(model: LanguageModel, checkpoint: Checkpoint, **config: Any) -> Engine:
+    values: dict[str, Any] = {"kv_cache_tokens": 16384, "max_running": 32, "max_batch_tokens": 512} | config
     engine = Engine(model, checkpoint, EngineConfig(**values))
     poison(engine)
     return engine

@@ -7,6 +7,7 @@ import dataclasses
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,7 +56,7 @@ class Talk:
         return answer(self.values, positions.tolist(), delta, count, hybrid=self.hybrid)
 
     def request(self, name: str, count: int, **more: object) -> GenerationRequest:
-        hashes = [content_hash(*pixels.shape[:2], pixels.tobytes()) for pixels in self.pixels]
+        hashes = [content_hash(pixels.shape[0], pixels.shape[1], pixels.tobytes()) for pixels in self.pixels]
         return request(name, self.tokens, count, grids=self.grids, images=hashes, **more)  # type: ignore[arg-type]
 
 
@@ -138,7 +139,7 @@ def sampled(asked: GenerationRequest, seed: int) -> GenerationRequest:
     return dataclasses.replace(asked, sampling=sampling)
 
 
-def pair(hybrid: bool, blocks: int, **config: int) -> Pair:
+def pair(hybrid: bool, blocks: int, **config: Any) -> Pair:
     engines = []
     for snapshots in (6, 0):
         engine, _ = make(hybrid=hybrid, kv_cache_tokens=4 * blocks, state_snapshots=snapshots, max_context=300, **config)

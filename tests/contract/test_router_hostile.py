@@ -87,8 +87,9 @@ def test_a_report_of_unequal_columns_costs_the_session(router: Front) -> None:
 @pytest.mark.parametrize(
     "last",
     [
-        pb.StepReport(handle=[0], attempt=[0], choice=[0], index=[2**32 - 1], token=[7], finish=[2]),
-        pb.StepReport(handle=[0], attempt=[0], choice=[3], index=[2], token=[7], finish=[1]),
+        pb.StepReport(handle=[0], attempt=[0], choice=[0], index=[2**32 - 1], token=[7],
+                      finish=[pb.FINISH_REASON_LENGTH]),
+        pb.StepReport(handle=[0], attempt=[0], choice=[3], index=[2], token=[7], finish=[pb.FINISH_REASON_STOP]),
         pb.StepReport(finished=[pb.Finished(handed_off=True)]),
         pb.StepReport(finished=[pb.Finished()]),
         pb.StepReport(failed=[pb.Failed(message="what is this", code=77)]),  # type: ignore[arg-type]
@@ -209,7 +210,7 @@ async def test_a_fault_in_one_requests_handling_keeps_the_session() -> None:
             await asyncio.wait_for(script.see(f"r{handle}").held.wait(), 5.0)
         for index in (1, 2):
             step = pb.StepReport(handle=[1, 2], attempt=[0, 0], choice=[0, 0], index=[index] * 2, token=[7, 8],
-                                 finish=[0, 0])
+                                 finish=[pb.FINISH_REASON_UNSPECIFIED] * 2)
             worker.say(pb.WorkerMessage(step=step))
         worker.say(pb.WorkerMessage(step=pb.StepReport(finished=[pb.Finished(handle=2)])))
         await asyncio.wait_for(whole.ended.wait(), 5.0)

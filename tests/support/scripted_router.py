@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -161,6 +162,16 @@ def events(response: httpx.Response) -> Iterator[Any]:
             continue
         assert line.startswith("data: "), line
         yield line[6:] if line[6:] == "[DONE]" else json.loads(line[6:])
+
+
+def ask_raw(router: Front, body: dict[str, Any]) -> socket.socket:
+    """A raw connection that has asked."""
+    host, port = router.url.removeprefix("http://").split(":")
+    data = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "x"}], **body}).encode()
+    connection = socket.create_connection((host, int(port)))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(data) + data)
+    return connection
 
 
 class Later:

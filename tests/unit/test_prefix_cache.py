@@ -190,7 +190,8 @@ def test_a_snapshot_of_a_block_that_went_meanwhile_is_dropped() -> None:
 def test_blocks_are_never_lost_nor_read_after_they_went(seed: int, enabled: bool) -> None:
     """What a sequence pins holds what its keys say until it unpins it, whatever else happens."""
     rng = random.Random(seed)
-    cache, held, content = make(blocks=10, snapshots=2, enabled=enabled), dict[str, tuple[list[bytes], tuple[int, ...]]](), {}
+    cache, held = make(blocks=10, snapshots=2, enabled=enabled), dict[str, tuple[list[bytes], tuple[int, ...]]]()
+    content: dict[int, bytes] = {}
     for number in range(60):
         if held and rng.random() < 0.45:
             name = rng.choice(sorted(held))

@@ -281,7 +281,7 @@ class _Workers:
         self.legs: dict[tuple[int, Role, int], list[list[Row]]] = {}
         self.submits: dict[tuple[int, Role, int], Submit] = {}
         self.gone: set[tuple[int, Role, int]] = set()
-        self.todo: list[Action] = []
+        self.todo: list[RetryDecode | Resume] = []
 
     def take(self, actions: Sequence[Action]) -> None:
         for action in actions:
@@ -307,8 +307,8 @@ class _Workers:
         """Something that one leg says, or the router's timers do."""
         speaking = [key for key in self.legs if key not in self.gone]
         if self.todo and (not speaking or self.chance.random() < 0.3):
-            action = self.todo.pop(self.chance.randrange(len(self.todo)))
-            return dispatch.retry(action.run) if isinstance(action, RetryDecode) else dispatch.begin(action.run)
+            waited = self.todo.pop(self.chance.randrange(len(self.todo)))
+            return dispatch.retry(waited.run) if isinstance(waited, RetryDecode) else dispatch.begin(waited.run)
         run, role, attempt = key = self.chance.choice(speaking)
         if self.chance.random() < self.faults:
             self.gone.add(key)
