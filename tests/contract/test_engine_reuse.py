@@ -15,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.block_hash import content_hash
-from slipstream.engine.engine import Engine, GenerationRequest, StepResult
-from slipstream.errors import ContextLengthError, InvalidRequestError, PreemptedError
+from slipstream.engine.engine import GenerationRequest
+from slipstream.errors import ContextLengthError, InvalidRequestError
 from slipstream.positions import mrope_positions
-from slipstream.types import Grid, RequestId, SamplingParams
-from tests.support.engine_driver import Recorder, assert_empty, copy_state, poison, request
+from slipstream.types import Grid, SamplingParams
+from tests.support.engine_driver import assert_empty, poison, request
+from tests.support.engine_pair import Pair
 from tests.support.toy_engine import make, picture, text
 from tests.support.toy_model import IMAGE, MERGE, answer, image_values
 
@@ -60,101 +61,28 @@ class Talk:
         return request(name, self.tokens, count, grids=self.grids, images=hashes, **more)  # type: ignore[arg-type]
 
 
-class Pair:
-    """A prefill and a decode engine with the router between them: hands over, resumes what is preempted or cut off."""
-
-    def __init__(self, prefill: Engine, decode: Engine) -> None:
-        self.prefill, self.decode = prefill, decode
-        self.tokens: dict[tuple[str, int], list[int]] = {}
-        self.open: set[tuple[str, int]] = set()
-        self.recorders: dict[RequestId, Recorder] = {}
-        self.requests: dict[RequestId, tuple[GenerationRequest, list[np.ndarray]]] = {}
-        self.waiting: list[RequestId] = []
-        self.resumes = 0
-
-    def submit(self, asked: GenerationRequest, pixels: list[np.ndarray]) -> None:
-        self.requests[asked.id] = asked, pixels
-        for choice in asked.choices:
-            self.tokens.setdefault((asked.id.name, choice), [])
-            self.open.add((asked.id.name, choice))
-        self.recorders[asked.id] = Recorder()
-        self.prefill.submit(asked, pixels, self.recorders[asked.id])
-        self.prefill.mark_ready(asked.id)
-
-    def take(self, result: StepResult) -> None:
-        for event in result.events:
-            tokens = self.tokens[event.request.name, event.choice]
-            assert event.index == len(tokens), "no gap and no repetition"
-            tokens.append(event.token)
-            if event.finish is not None:
-                self.open.remove((event.request.name, event.choice))
-        for id, error in result.failures:
-            assert isinstance(error, PreemptedError)
-            self.resume(id)
-
-    def resume(self, id: RequestId) -> None:
-        """As the router does: each choice that is open goes on from its own tokens."""
-        self.resumes += 1
-        asked, pixels = self.requests.pop(id)
-        for choice in asked.choices:
-            if (id.name, choice) in self.open:
-                again = RequestId(name=id.name, attempt=id.attempt + 100 * choice + 1000)
-                output = tuple(self.tokens[id.name, choice])
-                self.submit(dataclasses.replace(asked, id=again, choices=(choice,), output=output), pixels)
-
-    def hand_over(self) -> None:
-        for id in list(self.waiting):
-            asked, _ = self.requests[id]
-            first = {choice: self.tokens[id.name, choice][-1] for choice in asked.choices}
-            if any((id.name, choice) in self.open for choice in asked.choices):
-                landing = self.decode.reserve(asked)
-                if landing is None:
-                    continue
-                rows = len(asked.tokens) + len(asked.output)
-                copy_state(self.prefill, *self.recorders[id].place, self.decode, landing, rows)
-                self.decode.commit(id, first_tokens=list(first.values()), mrope=self.prefill.mrope(id))
-            self.prefill.release(id)
-            self.waiting.remove(id)
-
-    def step(self) -> None:
-        result = self.prefill.step()
-        self.take(result)
-        self.waiting += result.handed_off
-        self.hand_over()
-        self.take(self.decode.step())
-        self.prefill.check_integrity()
-        self.decode.check_integrity()
-
-    def run(self, steps: int = 10_000) -> None:
-        for _ in range(steps):
-            if not self.open:
-                return
-            self.step()
-        assert steps < 10_000, f"never ended: {self.open}"
-
-
 def sampled(asked: GenerationRequest, seed: int) -> GenerationRequest:
     """At random, but never a placeholder: the toy takes none in its output."""
     sampling = SamplingParams(temperature=1.0, seed=seed, logit_bias=((IMAGE, -1000.0),), presence_penalty=0.1)
     return dataclasses.replace(asked, sampling=sampling)
 
 
-def pair(hybrid: bool, blocks: int, **config: Any) -> Pair:
+def pair(hybrid: bool, blocks: int, *, split: bool = True, **config: Any) -> Pair:
     engines = []
-    for snapshots in (6, 0):
+    for snapshots in (6, 0) if split else (6,):
         engine, _ = make(hybrid=hybrid, kv_cache_tokens=4 * blocks, state_snapshots=snapshots, max_context=300, **config)
         poison(engine)
         engines.append(engine)
-    return Pair(*engines)
+    return Pair(engines[0], engines[1] if split else None)
 
 
-@settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 10**6), hybrid=st.booleans(), blocks=st.sampled_from([60, 90, 400]),
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 10**6), hybrid=st.booleans(), split=st.booleans(), blocks=st.sampled_from([60, 90, 400]),
        chunk=st.sampled_from([0, 3, 8]), growth=st.sampled_from([1, 8, 256]))
 def test_random_conversations_get_the_same_tokens_with_eviction_and_preemption(
-        seed: int, hybrid: bool, blocks: int, chunk: int, growth: int) -> None:
+        seed: int, hybrid: bool, split: bool, blocks: int, chunk: int, growth: int) -> None:
     rng = random.Random(seed)
-    of = pair(hybrid, blocks, prefill_chunk_tokens=chunk, growth_tokens=growth, max_batch_tokens=24)
+    of = pair(hybrid, blocks, split=split, prefill_chunk_tokens=chunk, growth_tokens=growth, max_batch_tokens=24)
     talks = [Talk(hybrid)]
     talks[0].say(text(seed, rng.randrange(1, 30)))
     expected: dict[str, list[int]] = {}
@@ -175,8 +103,8 @@ def test_random_conversations_get_the_same_tokens_with_eviction_and_preemption(
         of.run(rng.choice([0, 3, 10_000]))
     of.run()
     assert {name: of.tokens[name, 0] for name in expected} == expected
-    assert_empty(of.prefill)
-    assert_empty(of.decode)
+    for engine in of.engines():
+        assert_empty(engine)
 
 
 def test_reuse_is_real_on_both_sides_and_pictures_are_not_encoded_again() -> None:
@@ -187,6 +115,7 @@ def test_reuse_is_real_on_both_sides_and_pictures_are_not_encoded_again() -> Non
     talk.say(text(2, 6))
     of.submit(talk.request("first", 12), talk.pixels)
     of.run()
+    assert of.decode is not None
     before = of.prefill.counters(), of.decode.counters()
     length = len(talk.tokens)
     talk.say(talk.expected(12))
@@ -231,8 +160,7 @@ def test_several_choices_equal_requests_of_one_choice_each(hybrid: bool, length:
     """Sampled by seed, choice and index: whether the choices share a prompt or not, alone or beside others."""
     alone = pair(hybrid, 400, prefix_cache=False)
     together = pair(hybrid, 60, growth_tokens=2)
-    whole, _ = make(hybrid=hybrid, growth_tokens=2, max_context=300)
-    unsplit = Pair(whole, whole)
+    unsplit = pair(hybrid, 60, split=False, growth_tokens=2)
     for seed in range(3):
         prompt = text(seed, length)
         for choice in range(3):
@@ -240,16 +168,12 @@ def test_several_choices_equal_requests_of_one_choice_each(hybrid: bool, length:
             alone.run()
         asked = sampled(request(f"s{seed}", prompt, 20, choices=(0, 1, 2)), seed)
         together.submit(asked, [])
-        unsplit.tokens.update({(f"s{seed}", choice): [] for choice in range(3)})
-        unsplit.open.update({(f"s{seed}", choice) for choice in range(3)})
-        whole.submit(asked)
+        unsplit.submit(asked, [])
     together.run()
-    while whole.has_work:
-        unsplit.take(whole.step())
-        whole.check_integrity()
+    unsplit.run()
     assert together.tokens == alone.tokens == unsplit.tokens
     assert len({tuple(tokens) for tokens in alone.tokens.values()}) == 9
-    for engine in (together.prefill, together.decode, whole):
+    for engine in (*together.engines(), *unsplit.engines()):
         assert_empty(engine)
 
 
@@ -267,14 +191,14 @@ def test_a_forced_resume_goes_on_as_if_nothing_had_happened(at: int) -> None:
     cut.submit(asked, talk.pixels)
     for _ in range(at):
         cut.step()
-    for engine in (cut.prefill, cut.decode):
+    for engine in cut.engines():
         engine.abort(asked.id)
     cut.waiting.clear()
     cut.resume(asked.id)
     cut.run()
     assert cut.tokens == straight.tokens
-    assert_empty(cut.prefill)
-    assert_empty(cut.decode)
+    for engine in cut.engines():
+        assert_empty(engine)
 
 
 def test_under_memory_pressure_the_youngest_is_preempted_and_all_end_right() -> None:
@@ -285,6 +209,7 @@ def test_under_memory_pressure_the_youngest_is_preempted_and_all_end_right() -> 
         of.submit(talk.request(f"r{number}", 60), [])
     of.run()
     assert of.resumes > 0
+    assert of.decode is not None
     assert of.decode.counters().preemptions == of.resumes
     for number, talk in enumerate(talks):
         assert of.tokens[f"r{number}", 0] == talk.expected(60)

@@ -61,8 +61,9 @@ def test_whatever_fails_the_client_sees_one_whole_answer(router: Front, plan: di
     before = metric(router, "slipstream_router_resumes_total")
     failures = plan.get("failures", failures)
     router.stage.next(Plan(tokens=LONG, **{**plan, "failures": failures}))
-    asked: dict[str, Any] = {"temperature": 0.5, "seed": 9, "frequency_penalty": 0.25, "max_tokens": 39, "min_tokens": 3, "logprobs": True,
-             "stream_options": {"include_usage": True}, "cache_salt": "s", "priority": 2}
+    asked: dict[str, Any] = {
+        "temperature": 0.5, "seed": 9, "frequency_penalty": 0.25, "max_tokens": 39, "min_tokens": 3, "logprobs": True,
+        "stream_options": {"include_usage": True}, "cache_salt": "s", "priority": 2}
     answer = router.stream(**asked)
     assert answer.text == router.tokenizer.decode(LONG[:39])
     assert (answer.reasons, answer.errors) == (["length"], [])
