@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 
 from router import policy
 from router.generate import Bounds, GenerateRequest, Generation, Times
+from router.inspect import inspect
 from router.limits import Limits
 from router.openai import ChatRequest, CompletionRequest, Options
 from router.prompt import Prompt, PromptBuilder
@@ -239,6 +240,12 @@ class RouterService:
         """What `slipstream status` shows."""
         return {"model": self.model_name, "problem": self.problem(), "in_flight": self.limits.in_flight,
                 "max_in_flight": self.limits.max_in_flight, "replicas": [_describe(link) for link in self.workers.links()]}
+
+    async def details(self) -> dict[str, Any]:
+        """`status`, with the kernel table and the ledgers of every connected worker."""
+        links = self.workers.links()
+        told = await asyncio.gather(*(inspect(link) for link in links))
+        return {**self.status(), "replicas": [_describe(link) | more for link, more in zip(links, told, strict=True)]}
 
 
 def report(generation: Generation) -> dict[str, float | int]:

@@ -23,11 +23,15 @@ from slipstream.errors import (
     UnavailableError,
 )
 from slipstream.observability import logs
+from slipstream.observability.worker_metrics import OK
 from slipstream.rpc import convert
 from slipstream.types import MropeState, RequestId, TokenEvent
 from slipstream.v1 import worker_pb2 as pb
 
 logger = logging.getLogger(__name__)
+
+OnEnd = Callable[[str, pb.LegStats], None]
+"""Hears how a leg ended: `ok` or the code of the error, and what it measured."""
 
 
 class Outbox(Protocol):
@@ -57,6 +61,8 @@ class Job:
         self.stats = pb.LegStats()
         self.told = False
         """The router knows how this leg ended; nothing more is sent."""
+        self.outcome = ""
+        """What it knows: `ok`, or the code of the error."""
         self.first_tokens: asyncio.Future[FirstTokens] = asyncio.get_running_loop().create_future()
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the engine has drawn the last token."""
@@ -75,14 +81,14 @@ class Job:
     def finish(self, *, handed_off: bool) -> None:
         """Report the end of the leg."""
         if not self.told:
-            self.told = True
+            self.told, self.outcome = True, OK
             self._outbox.finished(pb.Finished(handle=self.submit.handle, attempt=self.submit.attempt, handed_off=handed_off,
                                               stats=self.stats))
 
     def fail(self, error: SlipstreamError) -> None:
         """Report a failure."""
         if not self.told:
-            self.told = True
+            self.told, self.outcome = True, error.code
             self._outbox.failed(convert.failed_to_pb(self.submit.handle, self.submit.attempt, error))
 
     def abandon(self, error: SlipstreamError) -> None:
@@ -152,8 +158,10 @@ class RoleWorker(Protocol):
 class Jobs:
     """All jobs of the replica, by the engine's request id."""
 
-    def __init__(self, role: RoleWorker) -> None:
+    def __init__(self, role: RoleWorker, on_end: OnEnd = lambda _outcome, _stats: None) -> None:
         self._role = role
+        self.on_end = on_end
+        """Is told of every leg that ends, and of those that never began."""
         self._jobs: dict[RequestId, Job] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.idle = asyncio.Event()
@@ -185,6 +193,7 @@ class Jobs:
             await job.run(self._role)
         finally:
             del self._jobs[job.request.id]
+            self.on_end(job.outcome, job.stats)
             if not self._jobs:
                 self.idle.set()
 
