@@ -240,6 +240,8 @@ def _outcome(work: asyncio.Task[None]) -> SlipstreamError | None:
     if error is None or isinstance(error, SlipstreamError):
         if isinstance(error, InternalError):
             logger.error("a request failed: %s", error, exc_info=error)
+        elif isinstance(error, InvalidRequestError):  # its text may quote the request
+            logger.info("a request was refused: %s", error.code, extra={"field": error.field})
         elif error is not None:
             logger.info("a request failed: %s: %s", error.code, error)
         return error
