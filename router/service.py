@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -23,12 +24,14 @@ from router.inspect import inspect
 from router.limits import Limits
 from router.openai import ChatRequest, CompletionRequest, Options
 from router.prompt import Prompt, PromptBuilder
+from router.record import record
 from router.stream import TextStream
 from router.workers import WorkerLink, Workers
 from slipstream import checkpoint as checkpoints
 from slipstream.config import Config, hub_cache
 from slipstream.errors import DeadlineError, InvalidRequestError, ModelNotFoundError, UnavailableError
 from slipstream.observability.metrics import RouterMetrics
+from slipstream.observability.record import Recorder
 from slipstream.rpc import convert
 from slipstream.types import Role, SamplingParams, StopParams
 
@@ -66,6 +69,8 @@ class RouterService:
         self.builder = PromptBuilder(self.checkpoint, config.router)
         self.metrics = RouterMetrics(CollectorRegistry())
         self.limits = Limits(config.router.max_in_flight)
+        self._recorder = (Recorder(Path(config.debug.record_dir), "router", config.debug.record_bytes)
+                          if config.debug.record_dir else None)
         self.draining = False
         self.created = int(time.time())
         self._threads = ThreadPoolExecutor(PROMPT_THREADS, thread_name_prefix="prompt")
@@ -221,6 +226,8 @@ class RouterService:
             "request_id": generation.request.id, "prompt_tokens": len(generation.request.prompt.tokens),
             "output_tokens": generation.output_tokens, "resumes": generation.dispatch.resumes,
             "seconds": round(time.monotonic() - times.arrived, 4)})
+        if self._recorder is not None:
+            self._recorder.write(record(generation))
         if end is not None and end.error is None and times.ended is not None:
             metrics.e2e.observe(times.ended - times.arrived)
         if end is not None and end.error is not None:
