@@ -284,6 +284,6 @@ def _describe(link: WorkerLink) -> dict[str, Any]:
         "replica_id": info.replica_id, "role": view.role.value, "state": "draining" if link.draining else "ready",
         "address": link.address, "epoch": info.epoch, "pid": info.pid, "model": info.model_name, "dtype": info.dtype,
         "device": info.device, "version": info.version, "compatibility_hash": info.compatibility_hash,
-        "total_blocks": info.total_blocks, "total_state_slots": info.total_state_slots,
+        "metrics_address": info.metrics_address, "total_blocks": info.total_blocks, "total_state_slots": info.total_state_slots,
         "load": {"waiting": load.waiting, "running": load.running, "parked": load.parked, "free_blocks": load.free_blocks,
                  "free_state_slots": load.free_state_slots}}

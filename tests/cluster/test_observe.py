@@ -93,7 +93,8 @@ async def until(cluster: Cluster, condition: Callable[[Scrape], bool], seconds: 
                 if condition(last):
                     return last
                 await asyncio.sleep(0.1)
-    pytest.fail(f"after {seconds} s: {last and {key: value for key, value in last.values.items() if 'bucket' not in key[0]}}")
+    told = last.values if last is not None else {}
+    pytest.fail(f"after {seconds} s: " + str({key: value for key, value in told.items() if value and "_created" not in key[0]}))
 
 
 async def leave(client: httpx.AsyncClient, prompt: str) -> str:
@@ -176,6 +177,8 @@ async def test_who_holds_memory_and_what_runs(cluster: Cluster) -> None:
             assert {"op": "rms_norm", "implementation": "reference.rms_norm",
                     "reason": "reference is the only backend"} in one["kernels"]
         assert "holdings" not in (await client.get("/status")).json()["replicas"][0]
+        assert {one["metrics_address"] for one in replicas.values()} == {
+            running.metrics for running in cluster.processes.values() if running.metrics}
         command = [COMMAND, "status", "--kernels", "--ledger", "--url", str(client.base_url)]
         shown = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60)
         assert shown.returncode == 0, shown.stderr
@@ -226,7 +229,8 @@ async def test_no_log_has_a_prompt_an_output_or_a_tensor(cluster: Cluster) -> No
     assert any(record["level"] == "debug" for record in records), "debug lines were looked at too"
     assert {record["process"] for record in records if record.get("request_id", "").startswith(left)} >= {"router"}
     everything = "\n".join("\n".join(lines[name]) for name in lines)
-    for forbidden in (SECRET, "quagga", "Zanzibar", "spectacles", STOP, json.dumps(text)[1:-1], str(OUT_OF_RANGE), "tensor(", "array("):
+    for forbidden in (SECRET, "quagga", "Zanzibar", "spectacles", STOP, json.dumps(text)[1:-1], str(OUT_OF_RANGE), "tensor(",
+                      "array("):
         assert forbidden not in everything
     assert not re.search(r"\[\d+, \d+, \d+", everything), "a list of numbers, such as token ids"
     assert not re.search(r"\b" + r"\D{1,3}".join(map(str, ids[:3])) + r"\b", everything)
