@@ -185,11 +185,14 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             pipeline_parallel=1, metrics_address=self.metrics_address)
 
     def _fixed_fields(self) -> dict[str, str]:
-        """What does not change, for the log and the metrics. A prefix is found again in whole blocks only."""
-        replica, block_size = self._replica, str(self._replica.config.engine.block_size)
+        """What does not change, for the log and the metrics. A prefix is found again in whole blocks only, and a prompt of a
+        model with states can go on only from a snapshot of them; decode gets states sent."""
+        replica, config = self._replica, self._replica.config.engine
+        stateful = self._identity.role is Role.PREFILL and replica.checkpoint.has_linear_layers
+        found = config.prefix_cache and (config.state_snapshots > 0 or not stateful)
         return {"replica_id": self._identity.replica_id, "model": replica.model_name, "device": str(replica.device),
-                "dtype": replica.dtype, "version": slipstream.__version__, "block_size": block_size,
-                "min_cacheable_prefix": block_size, "max_context": str(replica.max_context)}
+                "dtype": replica.dtype, "version": slipstream.__version__, "block_size": str(config.block_size),
+                "min_cacheable_prefix": str(config.block_size if found else 0), "max_context": str(replica.max_context)}
 
     async def Session(self, request_iterator: AsyncIterator[pb.RouterMessage],  # type: ignore[override]  # noqa: N802
                       context: WriteContext) -> None:

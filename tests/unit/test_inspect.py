@@ -1,4 +1,4 @@
-"""What `status --kernels --ledger` shows: the kernel table, the ledgers in short, and how they are printed."""
+"""What `status --kernels --ledger` shows: the kernel table, and how it and the ledgers are printed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,7 @@ from typing import Any
 import pytest
 
 from launch.status import show
-from slipstream.engine.block_pool import BlockPool
-from slipstream.engine.holdings import Holding, holdings
-from slipstream.engine.ledger import Owner, OwnerKind
-from slipstream.engine.state_pool import StatePool
 from slipstream.kernels import dispatch, reference
-from slipstream.types import RequestId
 
 
 def test_every_operation_is_in_the_table_with_its_reason() -> None:
@@ -25,21 +20,6 @@ def test_every_operation_is_in_the_table_with_its_reason() -> None:
         module, _, name = row.implementation.partition(".")
         assert (module, getattr(reference, name)) == ("reference", getattr(kernels, op))
         assert row.reason == "reference is the only backend"
-
-
-def test_holdings_are_the_ledgers_in_short() -> None:
-    blocks, slots = BlockPool(10, 4), StatePool(3)
-    first, second = RequestId(name="a"), RequestId(name="b", attempt=1)
-    computing, leaving = (Owner(kind=kind, request=first) for kind in (OwnerKind.SEQUENCE, OwnerKind.TRANSFER))
-    for count, owner in ((2, computing), (3, leaving), (1, Owner(kind=OwnerKind.RESERVATION, request=second))):
-        assert blocks.take(count, owner)
-    assert slots.take(computing) is not None
-    found = holdings(blocks, slots)
-    assert found == (
-        Holding(owner="free", request="", blocks=4, state_slots=2),
-        Holding(owner="reservation", request="b#1", blocks=1, state_slots=0),
-        Holding(owner="sequence", request="a", blocks=2, state_slots=1),
-        Holding(owner="transfer", request="a", blocks=3, state_slots=0))
 
 
 def replica(name: str, holdings: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
