@@ -30,8 +30,25 @@ from slipstream.v1 import worker_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
-OnEnd = Callable[[str, pb.LegStats], None]
-"""Hears how a leg ended: `ok` or the code of the error, and what it measured."""
+
+class Observer(Protocol):
+    """Who measures legs."""
+
+    def landed(self, stats: pb.LegStats) -> None:
+        """A prompt's state has come from prefill, whole."""
+
+    def ended(self, outcome: str, stats: pb.LegStats) -> None:
+        """A leg has ended, or never began: `ok`, or the code of the error."""
+
+
+class Nobody:
+    """An Observer that measures nothing."""
+
+    def landed(self, stats: pb.LegStats) -> None:
+        """Ignored."""
+
+    def ended(self, outcome: str, stats: pb.LegStats) -> None:
+        """Ignored."""
 
 
 class Outbox(Protocol):
@@ -63,6 +80,7 @@ class Job:
         """The router knows how this leg ended; nothing more is sent."""
         self.outcome = ""
         """What it knows: `ok`, or the code of the error."""
+        self.observer: Observer = Nobody()
         self.first_tokens: asyncio.Future[FirstTokens] = asyncio.get_running_loop().create_future()
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the engine has drawn the last token."""
@@ -158,10 +176,9 @@ class RoleWorker(Protocol):
 class Jobs:
     """All jobs of the replica, by the engine's request id."""
 
-    def __init__(self, role: RoleWorker, on_end: OnEnd = lambda _outcome, _stats: None) -> None:
+    def __init__(self, role: RoleWorker, observer: Observer | None = None) -> None:
         self._role = role
-        self.on_end = on_end
-        """Is told of every leg that ends, and of those that never began."""
+        self.observer = observer or Nobody()
         self._jobs: dict[RequestId, Job] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.idle = asyncio.Event()
@@ -182,6 +199,7 @@ class Jobs:
             raise InvalidRequestError(f"request {job} runs here already; a new attempt needs a higher number",
                                       field="request_id")
         self._jobs[job.request.id] = job
+        job.observer = self.observer
         self.started += 1
         self.idle.clear()
         task = asyncio.create_task(self._run(job))
@@ -193,7 +211,7 @@ class Jobs:
             await job.run(self._role)
         finally:
             del self._jobs[job.request.id]
-            self.on_end(job.outcome, job.stats)
+            self.observer.ended(job.outcome, job.stats)
             if not self._jobs:
                 self.idle.set()
 

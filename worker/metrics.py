@@ -1,4 +1,4 @@
-"""A worker's metrics: how a leg's end is counted, and the small HTTP server that shows them. Knows no role's work.
+"""A worker's metrics: how its legs are counted, and the small HTTP server that shows them. Knows no role's work.
 
 The server answers `GET /metrics` and nothing else, on the event loop; connections and their time are bounded, so that a client
 that stalls costs nothing else. It ends with the loop.
@@ -15,7 +15,7 @@ from prometheus_client.exposition import generate_latest
 
 from slipstream.errors import ConfigError
 from slipstream.observability.metrics import CONTENT_TYPE
-from slipstream.observability.worker_metrics import LegReport
+from slipstream.observability.worker_metrics import WorkerMetrics
 from slipstream.rpc.server import join_address, split_address
 from slipstream.v1 import worker_pb2 as pb
 
@@ -28,10 +28,19 @@ ANSWER_SECONDS = 5.0
 MAX_HEAD_BYTES = 8192
 
 
-def report(code: str, stats: pb.LegStats) -> LegReport:
-    """A leg that ended with `code`."""
-    return LegReport(code=code, queue_seconds=stats.queue_seconds, compute_seconds=stats.compute_seconds,
-                     transfer_seconds=stats.transfer_seconds, kv_bytes=stats.kv_bytes, state_bytes=stats.state_bytes)
+class LegMetrics:
+    """Implements `worker.jobs.Observer`."""
+
+    def __init__(self, metrics: WorkerMetrics) -> None:
+        self._metrics = metrics
+
+    def landed(self, stats: pb.LegStats) -> None:
+        """Count the transfer."""
+        self._metrics.transfer_landed(stats.transfer_seconds, kv_bytes=stats.kv_bytes, state_bytes=stats.state_bytes)
+
+    def ended(self, outcome: str, stats: pb.LegStats) -> None:
+        """Count the leg."""
+        self._metrics.leg_ended(outcome, queue_seconds=stats.queue_seconds, compute_seconds=stats.compute_seconds)
 
 
 class MetricsServer:

@@ -23,7 +23,7 @@ from slipstream.types import EngineCounters, EngineLoad, Role
 from slipstream.v1 import worker_pb2 as pb
 from slipstream.v1 import worker_pb2_grpc
 from worker.jobs import Jobs, RoleWorker
-from worker.metrics import report
+from worker.metrics import LegMetrics
 from worker.replica import Replica, StepNews
 from worker.session import Session
 
@@ -60,7 +60,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._replica = replica
         self._load: EngineLoad = replica.capacity
         self.metrics = WorkerMetrics(CollectorRegistry(), identity.role, lambda: self._load)
-        self._jobs = Jobs(worker, lambda code, stats: self.metrics.leg_ended(report(code, stats)))
+        self._jobs = Jobs(worker, LegMetrics(self.metrics))
         self._put_image = put_image
         self._health = health.aio.HealthServicer()
         self._sessions: set[Session] = set()

@@ -5,7 +5,6 @@ Labels are bounded: `role` is on every series, `kind` is kv or state, `code` an 
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Mapping
 
@@ -19,18 +18,6 @@ PREFIX = "slipstream_worker_"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 OK = "ok"
 """The `code` of a leg that ended well."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LegReport:
-    """What a leg that has ended says of itself; 0: it did not get that far."""
-
-    code: str
-    queue_seconds: float = 0.0
-    compute_seconds: float = 0.0
-    transfer_seconds: float = 0.0
-    kv_bytes: int = 0
-    state_bytes: int = 0
 
 
 class WorkerMetrics:
@@ -93,17 +80,19 @@ class WorkerMetrics:
         """What does not change while the process lives: the labels of `slipstream_worker_info`."""
         self._info.info({"role": self._role, **fields})
 
-    def leg_ended(self, leg: LegReport) -> None:
-        """Count one leg, as it was told to the router."""
-        self._add(self._legs.labels(self._role, leg.code), 1, "requests")
-        if leg.compute_seconds > 0:
+    def leg_ended(self, code: str, *, queue_seconds: float = 0.0, compute_seconds: float = 0.0) -> None:
+        """Count one leg, as it was told to the router. 0 seconds of computing: it did not get that far."""
+        self._add(self._legs.labels(self._role, code), 1, "requests")
+        if compute_seconds > 0:
             is_prefill = self._role == Role.PREFILL.value
-            (self._prefill if is_prefill else self._decode).observe(leg.compute_seconds)
+            (self._prefill if is_prefill else self._decode).observe(compute_seconds)
             if is_prefill:
-                self._queue.observe(leg.queue_seconds)
-        if leg.transfer_seconds > 0:
-            self._transfer.observe(leg.transfer_seconds)
-        for kind, count in (("kv", leg.kv_bytes), ("state", leg.state_bytes)):
+                self._queue.observe(queue_seconds)
+
+    def transfer_landed(self, seconds: float, *, kv_bytes: int, state_bytes: int) -> None:
+        """Count one transfer that came whole."""
+        self._transfer.observe(seconds)
+        for kind, count in (("kv", kv_bytes), ("state", state_bytes)):
             self._add(self._bytes.labels(self._role, kind), count, "transfer_bytes")
 
     def engine_did(self, counters: EngineCounters) -> None:

@@ -136,6 +136,23 @@ async def test_both_halves_and_the_router_count_the_same(cluster: Cluster) -> No
         assert got("slipstream_worker_metric_faults_total", process) == 0
 
 
+async def test_a_prompt_that_comes_again_is_found_on_both_sides(cluster: Cluster) -> None:
+    def hits(now: Scrape) -> tuple[float, float]:
+        return (now("slipstream_worker_cached_tokens_total", "prefill-0"), now("slipstream_worker_reused_tokens_total", "decode-0"))
+
+    before = await scrape(cluster)
+    async with http(cluster) as client:
+        for _ in range(2):
+            body = {"model": "demo", "prompt": f"Again: {SECRET}", "max_tokens": 2, "ignore_eos": True}
+            usage = (await client.post("/v1/completions", json=body)).json()["usage"]
+    whole = (usage["prompt_tokens"] - 1) // 16 * 16
+    assert whole > 0
+    after = await until(cluster, lambda now: hits(now) == tuple(one + whole for one in hits(before)))
+    for process in ("prefill-0", "decode-0"):
+        assert after("slipstream_worker_kv_blocks_cached", process) >= whole / 16
+        assert after("slipstream_worker_kv_blocks_used", process) == 0
+
+
 async def test_gauges_fall_back_when_everything_is_aborted(cluster: Cluster) -> None:
     before = await scrape(cluster)
     async with http(cluster) as client:

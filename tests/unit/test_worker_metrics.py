@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from slipstream import errors
 from slipstream.errors import SlipstreamError
 from slipstream.observability.metrics import RouterMetrics
-from slipstream.observability.worker_metrics import LegReport, WorkerMetrics
+from slipstream.observability.worker_metrics import WorkerMetrics
 from slipstream.types import EngineCounters, EngineLoad, Role
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
@@ -84,7 +84,7 @@ def test_a_counter_that_would_shrink_is_logged_and_counted_and_nothing_else(
         rig.metrics.engine_did(EngineCounters(output_tokens=5 + wrong, steps=1))  # type: ignore[arg-type]
     assert "output_tokens" in caplog.text
     assert (rig("output_tokens_total"), rig("steps_total"), rig("metric_faults_total")) == (5, 1, 1)
-    rig.metrics.leg_ended(LegReport(code="ok", kv_bytes=-1))
+    rig.metrics.transfer_landed(0.5, kv_bytes=-1, state_bytes=2)
     assert rig("metric_faults_total") == 2
 
 
@@ -92,15 +92,16 @@ def test_legs_are_counted_by_how_they_ended() -> None:
     rig = Rig()
     assert rig("requests_total", code="ok") == 0, "there from the start, so that a rate can be taken"
     for code in ("cancelled", "ok", "cancelled", "preempted", "cancelled"):
-        rig.metrics.leg_ended(LegReport(code=code))
+        rig.metrics.leg_ended(code)
     assert [rig("requests_total", code=code) for code in ("ok", "cancelled", "preempted")] == [1, 3, 1]
     assert rig("decode_seconds_count") == 0, "none of them got that far"
 
 
 def test_a_leg_is_measured_as_its_role_does() -> None:
     prefill, decode = Rig(Role.PREFILL), Rig(Role.DECODE)
-    prefill.metrics.leg_ended(LegReport(code="ok", queue_seconds=0.25, compute_seconds=2.0))
-    decode.metrics.leg_ended(LegReport(code="ok", compute_seconds=3.0, transfer_seconds=0.5, kv_bytes=4096, state_bytes=512))
+    prefill.metrics.leg_ended("ok", queue_seconds=0.25, compute_seconds=2.0)
+    decode.metrics.transfer_landed(0.5, kv_bytes=4096, state_bytes=512)
+    decode.metrics.leg_ended("ok", compute_seconds=3.0)
     sums = ("queue_seconds_sum", "prefill_seconds_sum", "decode_seconds_sum", "transfer_seconds_sum")
     assert [prefill(name) for name in sums] == [0.25, 2.0, 0, 0]
     assert [decode(name) for name in sums] == [0, 0, 3.0, 0.5]
@@ -110,7 +111,8 @@ def test_a_leg_is_measured_as_its_role_does() -> None:
 def test_labels_are_bounded() -> None:
     rig = Rig()
     for code in CODES:
-        rig.metrics.leg_ended(LegReport(code=code, kv_bytes=1, state_bytes=1, compute_seconds=1, transfer_seconds=1))
+        rig.metrics.leg_ended(code, compute_seconds=1)
+    rig.metrics.transfer_landed(0.5, kv_bytes=1, state_bytes=1)
     rig.metrics.describe({"block_size": "16", "version": "1"})
     samples = [sample for family in rig.metrics.registry.collect() for sample in family.samples]
     assert {label for sample in samples for label in sample.labels if sample.name != "slipstream_worker_info"} == {
@@ -119,7 +121,7 @@ def test_labels_are_bounded() -> None:
     before = len(samples)
     for number in range(50):
         rig.load = replace(IDLE, running=number)
-        rig.metrics.leg_ended(LegReport(code="ok"))
+        rig.metrics.leg_ended("ok")
         rig.metrics.engine_did(EngineCounters(steps=number))
     assert sum(len(family.samples) for family in rig.metrics.registry.collect()) == before
 
