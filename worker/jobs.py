@@ -211,9 +211,9 @@ class Jobs:
             await job.run(self._role)
         finally:
             del self._jobs[job.request.id]
-            self.observer.ended(job.outcome, job.stats)
             if not self._jobs:
                 self.idle.set()
+            self.observer.ended(job.outcome, job.stats)
 
     def on_step(self, tokens: Iterable[tuple[Sequence[TokenEvent], Timing | None, PromptDone | None]],
                 failures: Iterable[tuple[RequestId, SlipstreamError]]) -> None:

@@ -138,7 +138,8 @@ async def test_both_halves_and_the_router_count_the_same(cluster: Cluster) -> No
 
 async def test_a_prompt_that_comes_again_is_found_on_both_sides(cluster: Cluster) -> None:
     def hits(now: Scrape) -> tuple[float, float]:
-        return (now("slipstream_worker_cached_tokens_total", "prefill-0"), now("slipstream_worker_reused_tokens_total", "decode-0"))
+        return (now("slipstream_worker_cached_tokens_total", "prefill-0"),
+                now("slipstream_worker_reused_tokens_total", "decode-0"))
 
     before = await scrape(cluster)
     async with http(cluster) as client:
