@@ -40,6 +40,7 @@ class DecodeWorker:
         job.stats.kv_bytes, job.stats.state_bytes = loaded.kv_bytes, loaded.state_bytes
         job.stats.transfer_seconds = loaded.seconds
         job.stats.cached_tokens = loaded.handoff.cached_tokens
+        job.observer.landed(job.stats)
         goes_on = False
         try:
             goes_on = await self._commit(job, loaded.handoff)

@@ -69,14 +69,19 @@ def serve_(config: ConfigFile = None, model: Model = None, set_: Overrides = Non
 
 
 @app.command()
-def status(url: Url = DEFAULT_URL, json_: AsJson = False) -> None:
+def status(
+    url: Url = DEFAULT_URL,
+    kernels: Annotated[bool, typer.Option("--kernels", help="Show what runs for each operation, and why.")] = False,
+    ledger: Annotated[bool, typer.Option("--ledger", help="Show who holds how many KV blocks and state slots.")] = False,
+    json_: AsJson = False,
+) -> None:
     """Show replicas, health and load. Exit status 1 when the deployment takes no requests."""
     from launch import client
     from launch.status import show
 
-    fields = client.get(url, "/status")
+    fields = client.get(url, "/status?detail=1" if kernels or ledger else "/status")
     problem = client.health(url)
-    show(url, fields, problem, as_json=json_)
+    show(url, fields, problem, kernels=kernels, ledger=ledger, as_json=json_)
     raise typer.Exit(1 if problem else 0)
 
 

@@ -93,6 +93,8 @@ class App:
         return Response(self._service.metrics.exposition(), media_type=CONTENT_TYPE)
 
     async def _status(self, request: Request) -> Response:
+        if request.query_params.get("detail") == "1":
+            return _respond(await self._service.details())
         return _respond(self._service.status())
 
     async def _models(self, request: Request) -> Response:

@@ -188,6 +188,10 @@ class Dispatch:
         run.legs = dict.fromkeys(Role, Leg.RUNNING)
         return [self._submit(number, run, role) for role in Role]
 
+    def outputs(self) -> list[tuple[int, ...]]:
+        """What each choice has put out so far."""
+        return [tuple(choice.tokens) for choice in self._choices.values()]
+
     # What workers say ---------------------------------------------------------------------------------------------------
 
     def tokens(self, number: int, role: Role, attempt: int, rows: Sequence[Row]) -> list[Action]:

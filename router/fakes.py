@@ -202,9 +202,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     async def Inspect(self, request: pb.InspectRequest, context: Any) -> pb.InspectReply:  # noqa: N802
         """One kernel, and nothing held."""
-        return pb.InspectReply(kernels=[pb.Kernel(op="attention", implementation="script", reason="a fake")],
-                               holdings=[pb.Holding(owner="free", blocks=self.load.free_blocks,
-                                                    state_slots=self.load.free_state_slots)])
+        await asyncio.sleep(3600 if self.silent else 0)
+        free = pb.Holding(owner="free", blocks=self.load.free_blocks, state_slots=self.load.free_state_slots)
+        return pb.InspectReply(kernels=[pb.Kernel(op="attention", implementation="script", reason="a fake")], holdings=[free])
 
     async def PutImage(self, request_iterator: AsyncIterator[pb.ImageChunk], context: Any) -> pb.PutImageReply:  # noqa: N802
         """Keep the pixels."""

@@ -13,21 +13,25 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry
 
 from router import policy
 from router.generate import Bounds, GenerateRequest, Generation, Times
+from router.inspect import inspect
 from router.limits import Limits
 from router.openai import ChatRequest, CompletionRequest, Options
 from router.prompt import Prompt, PromptBuilder
+from router.record import record
 from router.stream import TextStream
 from router.workers import WorkerLink, Workers
 from slipstream import checkpoint as checkpoints
 from slipstream.config import Config, hub_cache
 from slipstream.errors import DeadlineError, InvalidRequestError, ModelNotFoundError, UnavailableError
 from slipstream.observability.metrics import RouterMetrics
+from slipstream.observability.record import Recorder
 from slipstream.rpc import convert
 from slipstream.types import Role, SamplingParams, StopParams
 
@@ -65,6 +69,8 @@ class RouterService:
         self.builder = PromptBuilder(self.checkpoint, config.router)
         self.metrics = RouterMetrics(CollectorRegistry())
         self.limits = Limits(config.router.max_in_flight)
+        self._recorder = (Recorder(Path(config.debug.record_dir), "router", config.debug.record_bytes)
+                          if config.debug.record_dir else None)
         self.draining = False
         self.created = int(time.time())
         self._threads = ThreadPoolExecutor(PROMPT_THREADS, thread_name_prefix="prompt")
@@ -220,6 +226,8 @@ class RouterService:
             "request_id": generation.request.id, "prompt_tokens": len(generation.request.prompt.tokens),
             "output_tokens": generation.output_tokens, "resumes": generation.dispatch.resumes,
             "seconds": round(time.monotonic() - times.arrived, 4)})
+        if self._recorder is not None:
+            self._recorder.write(record(generation))
         if end is not None and end.error is None and times.ended is not None:
             metrics.e2e.observe(times.ended - times.arrived)
         if end is not None and end.error is not None:
@@ -239,6 +247,12 @@ class RouterService:
         """What `slipstream status` shows."""
         return {"model": self.model_name, "problem": self.problem(), "in_flight": self.limits.in_flight,
                 "max_in_flight": self.limits.max_in_flight, "replicas": [_describe(link) for link in self.workers.links()]}
+
+    async def details(self) -> dict[str, Any]:
+        """`status`, with the kernel table and the ledgers of every connected worker."""
+        links = self.workers.links()
+        told = await asyncio.gather(*(inspect(link) for link in links))
+        return {**self.status(), "replicas": [_describe(link) | more for link, more in zip(links, told, strict=True)]}
 
 
 def report(generation: Generation) -> dict[str, float | int]:
@@ -270,6 +284,6 @@ def _describe(link: WorkerLink) -> dict[str, Any]:
         "replica_id": info.replica_id, "role": view.role.value, "state": "draining" if link.draining else "ready",
         "address": link.address, "epoch": info.epoch, "pid": info.pid, "model": info.model_name, "dtype": info.dtype,
         "device": info.device, "version": info.version, "compatibility_hash": info.compatibility_hash,
-        "total_blocks": info.total_blocks, "total_state_slots": info.total_state_slots,
+        "metrics_address": info.metrics_address, "total_blocks": info.total_blocks, "total_state_slots": info.total_state_slots,
         "load": {"waiting": load.waiting, "running": load.running, "parked": load.parked, "free_blocks": load.free_blocks,
                  "free_state_slots": load.free_state_slots}}

@@ -150,6 +150,17 @@ class RayConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DebugConfig:
+    """[debug]: switches for finding faults; all are off by default."""
+
+    record_dir: str = ""
+    """Folder in which each router records every request with its prompt and output tokens, so that it can be reproduced;
+    empty: nothing is recorded."""
+    record_bytes: int = 64 << 20
+    """Bound of one router's record; the oldest requests go first."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """The whole of a deployment's configuration file."""
 
@@ -161,6 +172,7 @@ class Config:
     transfer: TransferConfig = field(default_factory=TransferConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     ray: RayConfig = field(default_factory=RayConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
 
 
 _WORDS = {int: "a whole number", float: "a number", str: "text in quotes", bool: "true or false"}
@@ -298,8 +310,8 @@ def _check(config: Config) -> None:
         "engine.block_size": engine.block_size, "engine.kv_cache_tokens": engine.kv_cache_tokens,
         "engine.max_running": engine.max_running, "engine.max_batch_tokens": engine.max_batch_tokens,
         "engine.threads": engine.threads, "engine.growth_tokens": engine.growth_tokens,
-        "transfer.frame_bytes": config.transfer.frame_bytes,
-        "router.max_in_flight": config.router.max_in_flight,
+        "transfer.frame_bytes": config.transfer.frame_bytes, "router.max_in_flight": config.router.max_in_flight,
+        "debug.record_bytes": config.debug.record_bytes,
     }
     for name, value in positive.items():
         if value <= 0:

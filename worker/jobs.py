@@ -23,11 +23,32 @@ from slipstream.errors import (
     UnavailableError,
 )
 from slipstream.observability import logs
+from slipstream.observability.worker_metrics import OK
 from slipstream.rpc import convert
 from slipstream.types import MropeState, RequestId, TokenEvent
 from slipstream.v1 import worker_pb2 as pb
 
 logger = logging.getLogger(__name__)
+
+
+class Observer(Protocol):
+    """Who measures legs."""
+
+    def landed(self, stats: pb.LegStats) -> None:
+        """A prompt's state has come from prefill, whole."""
+
+    def ended(self, outcome: str, stats: pb.LegStats) -> None:
+        """A leg has ended, or never began: `ok`, or the code of the error."""
+
+
+class Nobody:
+    """An Observer that measures nothing."""
+
+    def landed(self, stats: pb.LegStats) -> None:
+        """Ignored."""
+
+    def ended(self, outcome: str, stats: pb.LegStats) -> None:
+        """Ignored."""
 
 
 class Outbox(Protocol):
@@ -57,6 +78,9 @@ class Job:
         self.stats = pb.LegStats()
         self.told = False
         """The router knows how this leg ended; nothing more is sent."""
+        self.outcome = ""
+        """What it knows: `ok`, or the code of the error."""
+        self.observer: Observer = Nobody()
         self.first_tokens: asyncio.Future[FirstTokens] = asyncio.get_running_loop().create_future()
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the engine has drawn the last token."""
@@ -75,14 +99,14 @@ class Job:
     def finish(self, *, handed_off: bool) -> None:
         """Report the end of the leg."""
         if not self.told:
-            self.told = True
+            self.told, self.outcome = True, OK
             self._outbox.finished(pb.Finished(handle=self.submit.handle, attempt=self.submit.attempt, handed_off=handed_off,
                                               stats=self.stats))
 
     def fail(self, error: SlipstreamError) -> None:
         """Report a failure."""
         if not self.told:
-            self.told = True
+            self.told, self.outcome = True, error.code
             self._outbox.failed(convert.failed_to_pb(self.submit.handle, self.submit.attempt, error))
 
     def abandon(self, error: SlipstreamError) -> None:
@@ -152,8 +176,9 @@ class RoleWorker(Protocol):
 class Jobs:
     """All jobs of the replica, by the engine's request id."""
 
-    def __init__(self, role: RoleWorker) -> None:
+    def __init__(self, role: RoleWorker, observer: Observer | None = None) -> None:
         self._role = role
+        self.observer = observer or Nobody()
         self._jobs: dict[RequestId, Job] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.idle = asyncio.Event()
@@ -174,6 +199,7 @@ class Jobs:
             raise InvalidRequestError(f"request {job} runs here already; a new attempt needs a higher number",
                                       field="request_id")
         self._jobs[job.request.id] = job
+        job.observer = self.observer
         self.started += 1
         self.idle.clear()
         task = asyncio.create_task(self._run(job))
@@ -187,6 +213,7 @@ class Jobs:
             del self._jobs[job.request.id]
             if not self._jobs:
                 self.idle.set()
+            self.observer.ended(job.outcome, job.stats)
 
     def on_step(self, tokens: Iterable[tuple[Sequence[TokenEvent], Timing | None, PromptDone | None]],
                 failures: Iterable[tuple[RequestId, SlipstreamError]]) -> None:
@@ -231,6 +258,8 @@ def _outcome(work: asyncio.Task[None]) -> SlipstreamError | None:
     if error is None or isinstance(error, SlipstreamError):
         if isinstance(error, InternalError):
             logger.error("a request failed: %s", error, exc_info=error)
+        elif isinstance(error, InvalidRequestError):  # its text may quote the request
+            logger.info("a request was refused: %s", error.code, extra={"field": error.field})
         elif error is not None:
             logger.info("a request failed: %s: %s", error.code, error)
         return error

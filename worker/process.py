@@ -16,6 +16,7 @@ from slipstream import process
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.rpc.server import join_address, listen, new_server, split_address
 from slipstream.types import Role
+from worker.metrics import MetricsServer, metrics_target, reachable
 from worker.replica import Replica
 from worker.service import Identity, WorkerService
 
@@ -36,9 +37,12 @@ def main(role: Role, mount: Mount, arguments: Sequence[str] | None = None) -> in
     parser.add_argument("--listen", default="127.0.0.1:0", help="host:port or [v6]:port; port 0: any free one")
     parser.add_argument("--advertise", default="",
                         help="host or host:port that routers and peers connect to; needed when listening on a wildcard")
+    parser.add_argument("--metrics-listen", metavar="HOST:PORT",
+                        help="where GET /metrics is answered; not given: the host of --listen, any free port; empty: nowhere")
     parsed = parser.parse_args(arguments)
     try:
         config = process.start(parsed, parsed.replica_id)
+        metrics_target(parsed.listen, parsed.metrics_listen)
         advertised(parsed.listen, parsed.advertise)  # a mistake here must not cost a minute of loading first
         replica = Replica(config, role)
         tune_allocator()
@@ -57,9 +61,12 @@ async def _serve(arguments: argparse.Namespace, identity: Identity, replica: Rep
     service.add_to(server)
     store.add_to(server)
     service.address = advertised(await listen(server, arguments.listen), arguments.advertise)
+    metrics = MetricsServer(service.metrics.registry)
+    if target := metrics_target(arguments.listen, arguments.metrics_listen):
+        service.metrics_address = reachable(await metrics.listen(target), arguments.listen, service.address)
     await service.start()
     process.announce(replica_id=identity.replica_id, role=identity.role.value, address=service.address, epoch=identity.epoch,
-                     pid=os.getpid())
+                     pid=os.getpid(), metrics=service.metrics_address)
     signals = [asyncio.create_task(stop.wait()), asyncio.create_task(service.dead.wait())]
     await asyncio.wait(signals, return_when=asyncio.FIRST_COMPLETED)
     died = service.dead.is_set()
@@ -68,6 +75,7 @@ async def _serve(arguments: argparse.Namespace, identity: Identity, replica: Rep
         logger.info("drained; %d requests were cut off", unfinished)
     service.end_sessions()
     await server.stop(STOP_SECONDS)
+    metrics.close()
     await loader.close()
     await service.stop()
     for task in signals:

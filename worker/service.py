@@ -12,15 +12,18 @@ from typing import Any
 import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+from prometheus_client import CollectorRegistry
 
 import slipstream
 from slipstream.engine.engine import Engine
 from slipstream.errors import InternalError, InvalidRequestError, SlipstreamError
+from slipstream.observability.worker_metrics import WorkerMetrics
 from slipstream.rpc import convert
-from slipstream.types import EngineLoad, Role
+from slipstream.types import EngineCounters, EngineLoad, Role
 from slipstream.v1 import worker_pb2 as pb
 from slipstream.v1 import worker_pb2_grpc
 from worker.jobs import Jobs, RoleWorker
+from worker.metrics import LegMetrics
 from worker.replica import Replica, StepNews
 from worker.session import Session
 
@@ -49,17 +52,20 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     def __init__(self, identity: Identity, replica: Replica, worker: RoleWorker, put_image: PutImage | None = None) -> None:
         self.address = ""
         """Where peers and routers reach this process; set once it listens."""
+        self.metrics_address = ""
+        """Where `GET /metrics` is answered; empty: nowhere."""
         self.dead = asyncio.Event()
         """The engine thread has ended by a fault: the process is of no use any more."""
         self._identity = identity
         self._replica = replica
-        self._jobs = Jobs(worker)
+        self._load: EngineLoad = replica.capacity
+        self.metrics = WorkerMetrics(CollectorRegistry(), identity.role, lambda: self._load)
+        self._jobs = Jobs(worker, LegMetrics(self.metrics))
         self._put_image = put_image
         self._health = health.aio.HealthServicer()
         self._sessions: set[Session] = set()
-        self._load: EngineLoad = replica.capacity
         self._proved = 0  # jobs so far when the ledgers were last proved
-        self._asked: asyncio.Future[EngineLoad] | None = None
+        self._asked: asyncio.Future[tuple[EngineLoad, EngineCounters]] | None = None
         self._pulse: asyncio.Task[None] | None = None
 
     # Life ----------------------------------------------------------------------------------------------------------------
@@ -71,6 +77,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     async def start(self) -> None:
         """Start the engine thread and say SERVING."""
+        fields = self._fixed_fields()
+        self.metrics.describe(fields)
+        logger.info("serving: %s", ", ".join(f"{name} {value}" for name, value in fields.items()))
         self._replica.start(self._on_step, self._on_death)
         self._pulse = asyncio.create_task(self._beat())
         await self._set_health(serving=True)
@@ -130,21 +139,21 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def _look(self) -> None:
         """Ask the engine for its load. In the middle of a long step the last answer goes out again: it is our sign of life."""
         if self._asked is None:
-            self._asked = asyncio.ensure_future(self._replica.call(Engine.load))
+            self._asked = asyncio.ensure_future(self._replica.call(_state))
         await asyncio.wait({self._asked}, timeout=LOAD_SECONDS)
         if self._asked.done():
             asked, self._asked = self._asked, None
-            self._load = asked.result()
+            self._heard(*asked.result())
 
     async def _prove(self) -> None:
         """Nothing may be owned while no request runs. A leak is a bug of ours, so it is loud and stops new traffic."""
-        def proof(engine: Engine) -> EngineLoad:
+        def proof(engine: Engine) -> tuple[EngineLoad, EngineCounters]:
             engine.check_integrity()
-            return engine.load()
+            return _state(engine)
 
         started = self._jobs.started
         try:
-            self._load = await self._replica.call(proof)
+            self._heard(*await self._replica.call(proof))
             if self._jobs.started != started:
                 return  # a request came meanwhile: it may own what it likes
             self._proved = started
@@ -153,6 +162,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         except InternalError as error:
             logger.critical("the ledgers of this replica are wrong: %s", error)
             await self._set_health(serving=False)
+
+    def _heard(self, load: EngineLoad, counters: EngineCounters) -> None:
+        self._load = load
+        self.metrics.engine_did(counters)
 
     def _load_message(self) -> pb.Load:
         return convert.load_to_pb(self._load, draining=self._jobs.draining)
@@ -169,7 +182,17 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             total_state_slots=replica.capacity.total_state_slots, max_context=replica.max_context,
             max_running=replica.config.engine.max_running, draining=self._jobs.draining, pid=os.getpid(),
             version=slipstream.__version__, device=str(replica.device), dtype=replica.dtype, tensor_parallel=1,
-            pipeline_parallel=1)
+            pipeline_parallel=1, metrics_address=self.metrics_address)
+
+    def _fixed_fields(self) -> dict[str, str]:
+        """What does not change, for the log and the metrics. A prefix is found again in whole blocks only, and a prompt of a
+        model with states can go on only from a snapshot of them; decode gets states sent."""
+        replica, config = self._replica, self._replica.config.engine
+        stateful = self._identity.role is Role.PREFILL and replica.checkpoint.has_linear_layers
+        found = config.prefix_cache and (config.state_snapshots > 0 or not stateful)
+        return {"replica_id": self._identity.replica_id, "model": replica.model_name, "device": str(replica.device),
+                "dtype": replica.dtype, "version": slipstream.__version__, "block_size": str(config.block_size),
+                "min_cacheable_prefix": str(config.block_size if found else 0), "max_context": str(replica.max_context)}
 
     async def Session(self, request_iterator: AsyncIterator[pb.RouterMessage],  # type: ignore[override]  # noqa: N802
                       context: WriteContext) -> None:
@@ -203,6 +226,28 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainReply:  # noqa: N802 (gRPC's name)
         """Stop admitting and wait; the process goes on until it is told to stop."""
         return pb.DrainReply(unfinished=await self.drain(request.timeout_ms / 1000))
+
+    async def Inspect(self, request: pb.InspectRequest, context: Any) -> pb.InspectReply:  # noqa: N802 (gRPC's name)
+        """The kernel table and the ledgers, between two engine steps."""
+        try:
+            return await self._replica.call(_inspect)
+        except SlipstreamError as error:
+            await context.abort(grpc.StatusCode[error.grpc_status], error.message)
+            raise
+
+
+def _state(engine: Engine) -> tuple[EngineLoad, EngineCounters]:
+    return engine.load(), engine.counters()
+
+
+def _inspect(engine: Engine) -> pb.InspectReply:
+    reply = pb.InspectReply()
+    for row in engine.kernels:
+        reply.kernels.add(op=row.op, implementation=row.implementation, reason=row.reason)
+    for owner, (blocks, slots) in engine.holdings().items():
+        kind, request = ("free", None) if owner is None else (owner.kind.value, owner.request)
+        reply.holdings.add(owner=kind, request_id=str(request or ""), blocks=blocks, state_slots=slots)
+    return reply
 
 
 async def _read(session: Session, messages: AsyncIterator[pb.RouterMessage]) -> None:

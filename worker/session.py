@@ -74,6 +74,7 @@ class Session:
         if key not in self._running:
             self._remember(key, cancelled=False)  # a Cancel that is on its way changes nothing any more
         self.failed(convert.failed_to_pb(*key, refusal))
+        self._jobs.observer.ended(refusal.code, pb.LegStats())
 
     def _cancel(self, key: Key) -> None:
         if job := self._running.get(key):

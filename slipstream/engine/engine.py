@@ -94,6 +94,8 @@ class Engine:
         self.caches: tuple[LayerCache, ...] = cache_memory.allocate(checkpoint, config, snapshots, dtype, device)
         self.max_context = min(config.max_context or checkpoint.max_context, checkpoint.max_context)
         self._checkpoint = checkpoint
+        self.kernels = model.kernels.rows()
+        """Which implementation of each operation the model runs."""
         self._sees = isinstance(model, VisionModel)
         self._clock = clock
         blocks = BlockPool(cache_memory.num_blocks(config), config.block_size)

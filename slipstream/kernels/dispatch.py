@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from torch import Tensor
 
@@ -12,10 +12,22 @@ from slipstream.kernels import reference
 
 
 @dataclass(frozen=True, kw_only=True)
+class Row:
+    """One operation of a table, for people to read."""
+
+    op: str
+    implementation: str
+    """`module.function`, without the packages above."""
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Kernels:
     """One implementation of every operation that a faster backend may replace; `reference` says what each computes."""
 
     name: str
+    reason: str
+    """Why this backend was chosen."""
     rms_norm: Callable[[Tensor, Tensor, float, bool], Tensor]
     gated_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     silu_mul: Callable[[Tensor, Tensor], Tensor]
@@ -27,17 +39,25 @@ class Kernels:
     gated_delta_chunks: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     gated_delta_step: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
+    def rows(self) -> tuple[Row, ...]:
+        """What runs for each operation, and why."""
+        ops = [(field.name, getattr(self, field.name)) for field in fields(self) if field.name not in ("name", "reason")]
+        return tuple(Row(op=op, implementation=f"{run.__module__.rpartition('.')[2]}.{run.__qualname__}", reason=self.reason)
+                     for op, run in ops)
 
-def _reference() -> Kernels:
+
+def _reference(reason: str) -> Kernels:
     return Kernels(
-        name="reference", rms_norm=reference.rms_norm, gated_rms_norm=reference.gated_rms_norm, silu_mul=reference.silu_mul,
-        rotary=reference.rotary, write_kv=reference.write_kv, prefill_attention=reference.prefill_attention,
-        decode_attention=reference.decode_attention, causal_conv=reference.causal_conv,
-        gated_delta_chunks=reference.gated_delta_chunks, gated_delta_step=reference.gated_delta_step)
+        name="reference", reason=reason, rms_norm=reference.rms_norm, gated_rms_norm=reference.gated_rms_norm,
+        silu_mul=reference.silu_mul, rotary=reference.rotary, write_kv=reference.write_kv,
+        prefill_attention=reference.prefill_attention, decode_attention=reference.decode_attention,
+        causal_conv=reference.causal_conv, gated_delta_chunks=reference.gated_delta_chunks,
+        gated_delta_step=reference.gated_delta_step)
 
 
-def backends() -> dict[str, Callable[[], Kernels]]:
-    """Every backend by name. A backend's module is imported when it is chosen, so that a missing one costs nothing."""
+def backends() -> dict[str, Callable[[str], Kernels]]:
+    """Every backend by name, to be called with the reason of its choice. A backend's module is imported when it is chosen,
+    so that a missing one costs nothing."""
     return {"reference": _reference}
 
 
@@ -46,4 +66,4 @@ def choose(name: str) -> Kernels:
     known = backends()
     if name not in known:
         raise ConfigError(f"unknown kernel backend {name!r}; known: {', '.join(sorted(known))}")
-    return known[name]()
+    return known[name](f"{name} was asked for" if len(known) > 1 else f"{name} is the only backend")

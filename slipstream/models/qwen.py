@@ -92,6 +92,7 @@ class CausalLM(nn.Module):
 
     def __init__(self, checkpoint: Checkpoint, kernels: Kernels) -> None:
         super().__init__()
+        self.kernels = kernels
         self.model = Decoder(checkpoint, kernels, qwen3_5=self.qwen3_5)
         hidden, vocab = checkpoint.hidden_size, checkpoint.vocab_size
         self.lm_head = None if checkpoint.tie_embeddings else nn.Linear(hidden, vocab, bias=False)

@@ -13,6 +13,7 @@ from torch import Tensor
 from slipstream.checkpoint import Checkpoint
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.kernels import dispatch
+from slipstream.kernels.dispatch import Kernels
 from slipstream.layers.batch import ForwardBatch, LayerCache
 from slipstream.models import weights
 from slipstream.models.qwen import CausalLM, Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration, Qwen3ForCausalLM
@@ -20,6 +21,8 @@ from slipstream.models.qwen import CausalLM, Qwen3_5ForCausalLM, Qwen3_5ForCondi
 
 class LanguageModel(Protocol):
     """What the engine runs."""
+
+    kernels: Kernels
 
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache],
                 on_layer: Callable[[int], None] | None = None) -> Tensor:

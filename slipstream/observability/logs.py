@@ -8,6 +8,9 @@ import sys
 import time
 from contextvars import ContextVar
 
+MAX_CHARACTERS = 4000
+"""Of a message; of an exception, from its end."""
+
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 
 
@@ -26,14 +29,23 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "process": self._process,
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": _head(record.getMessage()),
         }
         if current := request_id.get():
             line["request_id"] = current
         line.update({key: value for key, value in vars(record).items() if key not in self._standard})
         if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False, default=str)
+            line["exception"] = self.formatException(record.exc_info)[-MAX_CHARACTERS:]
+        return json.dumps(line, ensure_ascii=False, default=_kind)
+
+
+def _head(text: str) -> str:
+    return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}... ({len(text) - MAX_CHARACTERS} more characters)"
+
+
+def _kind(value: object) -> str:
+    """What stands in a line for a value that JSON cannot say: a tensor or a message is named, never dumped."""
+    return f"<{type(value).__name__}>"
 
 
 def configure(process: str, level: str = "info") -> None:

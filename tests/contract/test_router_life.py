@@ -96,6 +96,20 @@ def test_status(router: Front, stage: Stage) -> None:
         assert one["load"]["free_blocks"] == 4096  # type: ignore[index]
 
 
+def test_status_with_the_insides_of_workers_names_the_one_that_does_not_answer(router: Front, stage: Stage) -> None:
+    prefill, decode = (stage.worker(role) for role in Role)
+    router.start([prefill.address, decode.address, f"127.0.0.1:{free_port()}"])
+    router.until_healthy()
+    decode.silent = True
+    with router.client() as client:
+        shown = {one["replica_id"]: one for one in client.get("/status?detail=1").json()["replicas"]}
+        assert not any("kernels" in one or "holdings" in one for one in client.get("/status?detail=0").json()["replicas"])
+    assert shown["prefill-0"]["kernels"] == [{"op": "attention", "implementation": "script", "reason": "a fake"}]
+    assert shown["prefill-0"]["holdings"] == [{"owner": "free", "request_id": "", "blocks": 4096, "state_slots": 64}]
+    assert shown["decode-0"]["inspect_problem"].startswith("it did not answer: DEADLINE_EXCEEDED")
+    assert shown[""]["state"] == "disconnected"
+
+
 def test_hashes_must_be_equal(router: Front, stage: Stage) -> None:
     ours = [
         stage.worker(Role.PREFILL, compatibility_hash="a"),

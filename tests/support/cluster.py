@@ -29,6 +29,8 @@ class Running:
     """`host:port` of a worker's gRPC server or of a router's HTTP server."""
     pid: int
     child: ChildProcess
+    metrics: str = ""
+    """`host:port` of a worker's metrics."""
 
     def log(self) -> list[dict[str, Any]]:
         """Its JSON log lines so far."""
@@ -44,8 +46,9 @@ class Running:
 class Cluster:
     """Processes of one test module; `start` several names at once to load them side by side."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, log_level: str = "info") -> None:
         self._folder = folder
+        self._log_level = log_level
         self._env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
         self.processes: dict[str, Running] = {}
         self._killed: set[str] = set()
@@ -93,10 +96,11 @@ class Cluster:
             return dict(zip((running.name for running in left), codes, strict=True))
 
     def _spawn(self, name: str, arguments: Sequence[str]) -> ChildProcess:
-        command = [sys.executable, "-m", *arguments, "--exit-with-parent"]
+        command = [sys.executable, "-m", *arguments, "--exit-with-parent", "--log-level", self._log_level]
         return ChildProcess(name, command, self._env, self._folder / f"{name}-{time.monotonic_ns()}.log")
 
     def _ready(self, name: str, child: ChildProcess, key: str) -> Running:
         line = child.ready(READY_SECONDS)
-        running = self.processes[name] = Running(name=name, address=line[key], pid=line["pid"], child=child)
+        running = self.processes[name] = Running(name=name, address=line[key], pid=line["pid"], child=child,
+                                                 metrics=line.get("metrics", ""))
         return running

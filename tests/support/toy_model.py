@@ -16,6 +16,7 @@ from torch import Tensor
 
 from slipstream import checkpoint as checkpoints
 from slipstream.checkpoint import Checkpoint
+from slipstream.kernels import dispatch
 from slipstream.layers.batch import AttentionCache, ForwardBatch, LayerCache, LinearCache
 from slipstream.types import AttentionLayer, LinearLayer
 
@@ -65,6 +66,7 @@ class ToyModel:
     """A LanguageModel and VisionModel; `fail_on` makes the forward pass of a batch with this token raise."""
 
     def __init__(self, checkpoint: Checkpoint, fail_on: int | None = None) -> None:
+        self.kernels = dispatch.choose("reference")
         self.layers = checkpoint.layers
         self.fail_on = fail_on
         self.forwards = 0

@@ -106,6 +106,38 @@ async def rig() -> AsyncIterator[Rig]:
     await rig.all_gone()
 
 
+class Tally:
+    """An Observer that keeps the outcomes."""
+
+    def __init__(self) -> None:
+        self.outcomes: list[str] = []
+
+    def landed(self, stats: pb.LegStats) -> None:
+        raise AssertionError("no transfer comes here")
+
+    def ended(self, outcome: str, stats: pb.LegStats) -> None:
+        self.outcomes.append(outcome)
+
+
+async def test_every_leg_is_counted_once_by_how_it_ended(rig: Rig) -> None:
+    tally = rig.jobs.observer = Tally()
+    for handle, name in enumerate(("fine", "wrong", "fault", "left", "fine", "dirty")):  # the second `fine` runs already
+        rig.session.receive(submit(handle, name))
+    rig.session.receive(submit(9, "late", remaining_ms=0))
+    rig.session.receive(cancel(3))
+    rig.session.receive(cancel(3))
+    async with asyncio.timeout(5):
+        while len(rig.role.cleaned) < 2:  # noqa: ASYNC110 (the two that need no `go`)
+            await asyncio.sleep(0)
+    rig.role.go.set()
+    await rig.all_gone()
+    assert sorted(tally.outcomes) == ["cancelled", "deadline_exceeded", "internal", "invalid_request", "invalid_request", "ok",
+                                      "ok"]
+    rig.jobs.draining = True
+    rig.session.receive(submit(10))
+    assert tally.outcomes[-1] == "unavailable"
+
+
 async def test_a_job_ends_once(rig: Rig) -> None:
     rig.role.go.set()
     rig.session.receive(submit(1))
