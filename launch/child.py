@@ -55,9 +55,23 @@ class ChildProcess:
             raise LaunchError(f"{self.name} ended with {describe(code)} before it was ready{self._tail()}")
         raise LaunchError(f"{self.name} was not ready after {timeout_seconds:.0f} s{self._tail()}")
 
-    def wait(self) -> int:
-        """Block until the child has ended; its exit status, negative for a signal."""
-        code = self._process.wait()
+    @property
+    def serving(self) -> dict[str, Any] | None:
+        """The fields of the ready line; None before it, and after the child's end."""
+        return self._ready if self._process.poll() is None else None
+
+    def tell(self, value: Any) -> None:
+        """Write one line of JSON to the child's stdin; a child that has ended hears nothing."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError, ValueError):  # ValueError: `stop` has closed it
+            os.write(self._process.stdin.fileno(), json.dumps(value).encode() + b"\n")
+
+    def wait(self, timeout_seconds: float | None = None) -> int | None:
+        """Block until the child has ended; its exit status, negative for a signal; None if it goes on after the time."""
+        try:
+            code = self._process.wait(timeout_seconds)
+        except subprocess.TimeoutExpired:
+            return None
         self._reader.join(timeout=5)
         return code
 
@@ -68,11 +82,16 @@ class ChildProcess:
             self._process.wait(grace_seconds)
         except subprocess.TimeoutExpired:
             self._signal(signal.SIGKILL)
-        code = self.wait()
+        code = self._process.wait()
+        self.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()
         self._log.close()
         return code
+
+    def kill(self) -> None:
+        """End the child and its process group at once."""
+        self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process.poll() is None:

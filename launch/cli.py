@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -48,8 +49,8 @@ def demo(config: ConfigFile = None, set_: Overrides = None) -> None:
     from launch.demo import Demo
 
     console = Console()
-    # Any free port: a demo must not collide with a deployment that is up.
-    settings = _config(config, ["router.port=0", *(set_ or [])])
+    # Any free port and a name of its own: a demo must not collide with a deployment that is up.
+    settings = _config(config, ["router.port=0", f"ray.deployment=demo-{os.getpid()}", *(set_ or [])])
     raise typer.Exit(_with_ray(lambda: serve.run(settings, console, Demo(console).run)))
 
 

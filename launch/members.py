@@ -36,9 +36,20 @@ class Member:
         """What Ray reserves for it."""
         return {"CPU": self.cpus} | ({"GPU": float(self.gpus)} if self.gpus else {})
 
-    def arguments(self, *, host: str, epoch: int, directory: str) -> list[str]:
-        """What follows `python -m`: workers listen on any free port of `host`, routers find them through `directory`."""
-        shared = ["--exit-with-parent", "--config-json", json.dumps(config_module.to_dict(self.config))]
+    @property
+    def identity(self) -> str:
+        """Equal for members that are started alike. What only the supervisor reads, [ray] and other pools, does not count."""
+        config = {key: value for key, value in config_module.to_dict(self.config).items() if key not in ("ray", "pools")}
+        return json.dumps([self.name, str(self.role), self.cpus, self.gpus, dict(self.env), config], sort_keys=True)
+
+    def arguments(self, *, host: str, epoch: int, directory: str, port: int = 0) -> list[str]:
+        """What follows `python -m`: workers listen on any free port of `host`, routers find them through `directory`.
+
+        `port`: where a router is to listen, whatever its configuration says; 0: what that says.
+        """
+        router = dataclasses.replace(self.config.router, port=port or self.config.router.port)
+        own = config_module.to_dict(dataclasses.replace(self.config, router=router))
+        shared = ["--exit-with-parent", "--config-json", json.dumps(own)]
         if self.role is None:
             return ["router", *shared, "--directory", directory]
         return [self.role.value, *shared, "--replica-id", self.name, "--epoch", str(epoch), "--listen", f"{host}:0"]
@@ -79,10 +90,15 @@ def child_environment(inherited: Mapping[str, str], wanted: Mapping[str, str], g
     return result | dict(wanted)
 
 
-def check_room(wanted: Sequence[Member], cpus: float) -> None:
-    """Raise PlacementError if a machine that offers `cpus` CPUs, and that nobody can join, is too small for all of them."""
-    left = cpus
+def check_room(wanted: Sequence[Member], cpus: float, gpus: int) -> None:
+    """Raise PlacementError if a machine that offers so many CPUs and GPUs, and that nobody can join, is too small for all."""
+    left, free = cpus, gpus
     for member in wanted:
+        free -= member.gpus
+        if free < 0:
+            raise PlacementError(f"{member.name} needs GPU {member.gpus} (pools.{member.pool}.gpus), but this machine has "
+                                 f"{gpus} that PyTorch can use, {free + member.gpus} of them left; set it to 0 to compute on "
+                                 "the CPU, or join a Ray cluster that has GPUs: ray.address")
         if member.cpus > left:
             text = explain(member.name, {"CPU": member.cpus}, {"127.0.0.1": {"CPU": cpus}}, {"CPU": left})
             raise PlacementError(f"{text}; ray.cpus says what this machine offers (0: as much as is needed)")

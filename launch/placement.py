@@ -5,11 +5,13 @@ Ray is imported inside functions: importing it changes the environment and the i
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import secrets
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -32,12 +34,15 @@ OBJECT_STORE_BYTES = 80 << 20
 """Ray's least: no bytes of ours travel through its object store."""
 END_SECONDS = 10.0
 CONNECT_SECONDS = 5.0
+WAIT_SECONDS = 30.0
+ANSWER_SECONDS = 5.0
+"""An actor that says nothing for so long is given up."""
 
 
 class Session:
     """A connection to Ray. Without an address a cluster is started on this machine, and only that one is ever ended."""
 
-    def __init__(self, address: str, *, cpus: float, gpus: int) -> None:
+    def __init__(self, address: str, deployment: str, *, cpus: float, gpus: int) -> None:
         """Blocks for some seconds. Raises LaunchError if no cluster answers at `address`, or none can be started."""
         self._temp_dir: Path | None = None
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -45,7 +50,7 @@ class Session:
         import ray
 
         logging.getLogger("ray").setLevel(logging.ERROR)
-        quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
+        quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "namespace": f"slipstream-{deployment}"}
         try:
             if address:
                 _check_reachable(address)
@@ -89,22 +94,35 @@ class Place:
     Every coroutine raises LaunchError when the actor, its node or the cluster is lost.
     """
 
-    def __init__(self, member: Member, group: PlacementGroup) -> None:
+    def __init__(self, member: Member, group: PlacementGroup, *, lifetime: str | None, host: Any = None, epoch: int = 0,
+                 adopted: Mapping[str, Any] | None = None) -> None:
         self.member = member
         self.group = group
-        self._host: Any = None
+        self.epoch = epoch
+        """Of the actor's process; 0 before the first one."""
+        self.adopted = adopted
+        """What Host.state said of a process that an earlier supervisor started."""
+        self._lifetime = lifetime
+        self._host = host
 
     def new_host(self) -> None:
-        """Start an actor, which goes on in the background; one that was there is ended, and its process with it."""
+        """Start an actor for the next epoch, in the background; one that was there is ended, and its process with it."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self.kill()
+        self.epoch += 1
         options = {
-            "num_cpus": self.member.cpus, "num_gpus": self.member.gpus, "max_restarts": 0, "max_concurrency": 8,
+            "num_cpus": self.member.cpus, "num_gpus": self.member.gpus, "max_restarts": 0, "max_concurrency": 16,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=0),
+            "name": f"{self.member.name}/{self.epoch}", "lifetime": self._lifetime,
         }
-        self._host = ray.remote(Host).options(**options).remote(self.member.name)
+        self._host = ray.remote(Host).options(**options).remote(self.member.name, self.member.identity)
+
+    @property
+    def log(self) -> str:
+        """Folder of an adopted process's log."""
+        return str(Path(self.adopted["log"]).parent) if self.adopted is not None else ""
 
     async def address(self) -> str:
         """Of the node, as other nodes see it."""
@@ -122,7 +140,20 @@ class Place:
 
     async def wait(self) -> int:
         """The process's exit status, once it has ended."""
-        return int(await self._result(self._host.wait.remote()))
+        while (code := await self._result(self._host.wait.remote(WAIT_SECONDS))) is None:
+            pass
+        return int(code)
+
+    async def tell(self, value: Any) -> None:
+        """See ChildProcess.tell."""
+        await self._result(self._host.tell.remote(value))
+
+    async def end(self) -> None:
+        """End the process at once; `wait` says so. An actor that does not answer is ended itself."""
+        try:
+            await asyncio.wait_for(self._result(self._host.end.remote()), ANSWER_SECONDS)
+        except (TimeoutError, LaunchError):
+            self.kill()
 
     async def stop(self, grace_seconds: float) -> int:
         """Drain and end the process; its exit status."""
@@ -154,20 +185,23 @@ class Place:
             raise LaunchError(f"{self.member.name} lost its Ray actor: {type(error).__name__}") from error
 
 
-def reserve(wanted: Sequence[Member], deployment: str, wait_seconds: float) -> list[Place]:
-    """One place per member, all of them or none; blocks for at most about `wait_seconds`.
+def reserve(wanted: Sequence[Member], left: Mapping[str, Place], deployment: str, wait_seconds: float, *,
+            lifetime: str | None) -> list[Place]:
+    """One place per member, that of `left` or a new one, all of them or none; blocks for at most about `wait_seconds`.
 
     Raises PlacementError naming the first bundle that has no place and what each node lacks.
     """
     import ray
     from ray.util.placement_group import placement_group
 
-    places = [Place(one, placement_group([one.bundle], strategy="STRICT_PACK", name=f"{deployment}/{one.name}"))
-              for one in wanted]
+    new = {one.name: Place(one, placement_group([one.bundle], strategy="STRICT_PACK", lifetime=lifetime,
+                                                name=f"{prefix(deployment)}{one.name}/{secrets.token_hex(4)}"),
+                           lifetime=lifetime) for one in wanted if one.name not in left}
+    places = list(new.values())
     deadline = time.monotonic() + wait_seconds
     missing = [place for place in places if not place.group.wait(max(0.1, deadline - time.monotonic()))]
     if not missing:
-        return places
+        return [new.get(one.name) or left[one.name] for one in wanted]
     nodes = {str(node["NodeManagerAddress"]): dict(node["Resources"]) for node in ray.nodes() if node["Alive"]}
     member = missing[0].member
     text = members.explain(member.name, member.bundle, nodes, ray.available_resources())
@@ -176,11 +210,17 @@ def reserve(wanted: Sequence[Member], deployment: str, wait_seconds: float) -> l
     raise PlacementError(f"{text} (waited {wait_seconds:g} s; see ray.placement_seconds)")
 
 
+def prefix(deployment: str) -> str:
+    """What the names of a deployment's placement groups begin with."""
+    return f"slipstream/{deployment}/"
+
+
 class Host:
     """The actor beside every process: starts it on its node and waits for it. Methods run in threads of their own."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, identity: str) -> None:
         self._name = name
+        self._identity = identity
         self._child: ChildProcess | None = None
 
     def address(self) -> str:
@@ -201,13 +241,26 @@ class Host:
         """See ChildProcess.ready."""
         return self._started().ready(timeout_seconds)
 
-    def wait(self) -> int:
-        """Exit status, once the process has ended."""
-        return self._started().wait()
+    def state(self) -> dict[str, Any]:
+        """For a supervisor that finds it: Member.identity, the ready line (None: it does not serve), the log's path."""
+        child = self._child
+        return {"identity": self._identity, "ready": child and child.serving, "log": str(child.log_path) if child else ""}
+
+    def wait(self, timeout_seconds: float) -> int | None:
+        """See ChildProcess.wait; one that nobody awaits any more must not keep its thread for ever."""
+        return self._started().wait(timeout_seconds)
+
+    def tell(self, value: Any) -> None:
+        """See ChildProcess.tell."""
+        self._started().tell(value)
+
+    def end(self) -> None:
+        """See ChildProcess.kill."""
+        self._started().kill()
 
     def stop(self, grace_seconds: float) -> int:
-        """Drain and end the process; its exit status."""
-        return self._started().stop(grace_seconds)
+        """Drain and end the process; its exit status, 0 also when none was started."""
+        return self._child.stop(grace_seconds) if self._child is not None else 0
 
     def _started(self) -> ChildProcess:
         assert self._child is not None, "start comes first"
@@ -218,6 +271,12 @@ def _node_address() -> str:
     import ray
 
     return str(ray.util.get_node_ip_address())
+
+
+def gpus_here() -> int:
+    """How many GPUs PyTorch can use on this machine. Asked in a process of its own: Ray's are forked from this one."""
+    code = "import torch; print(torch.cuda.device_count())"
+    return int(subprocess.run([sys.executable, "-P", "-c", code], check=False, capture_output=True, text=True).stdout or 0)
 
 
 def _check_reachable(address: str) -> None:

@@ -50,7 +50,7 @@ async def _run(config: Config, console: Console, body: Body) -> int:
         console.print(f"{time.monotonic() - started:6.1f} s  {text}", markup=False, highlight=False, soft_wrap=True)
 
     # Ray's own handler of SIGTERM aborts the process: ours are put back in place once Ray has started.
-    supervisor = Supervisor(config, report, on_ray=catch)
+    supervisor = Supervisor(config, report, on_ray=catch, on_lost=stop.set)
     status = 1
     try:
         with _waiting(console, supervisor):

@@ -28,7 +28,8 @@ def main() -> int:
     """Exit status: 0 after a drain, 2 for a wrong configuration."""
     parser = process.parser("router", __doc__ or "")
     parser.add_argument("--worker", action="append", default=[], metavar="HOST:PORT", help="a worker's address; repeatable")
-    parser.add_argument("--directory", metavar="HOST:PORT", help="the supervisor's Directory, which lists the workers")
+    parser.add_argument("--directory", metavar="HOST:PORT", help="the supervisor's Directory, which lists the workers; "
+                        'a line {"directory": "HOST:PORT"} on stdin names another one')
     arguments = parser.parse_args()
     try:
         config = process.start(arguments, "router")
@@ -48,6 +49,7 @@ async def _serve(config: Config, arguments: argparse.Namespace) -> None:
         service.workers.add(address)
     if arguments.directory:
         service.workers.watch(arguments.directory)
+    process.on_control(lambda told: service.workers.watch(told["directory"]))
     server = _Server(uvicorn.Config(App(service), loop="none", http="httptools", ws="none", lifespan="off",
                                     access_log=False, log_config=None, timeout_graceful_shutdown=5, server_header=False))
     serving = asyncio.create_task(server.serve(sockets=[listener]))

@@ -305,7 +305,9 @@ class Workers:
             self._links[address] = WorkerLink(address, self._model_name, self._changed, self._silence_seconds)
 
     def watch(self, directory: str) -> None:
-        """Follow the Directory at this address. While it is gone the workers known so far go on serving."""
+        """Follow the Directory at this address, and no other from now on. While it is gone the known workers go on serving."""
+        if self._watch is not None:
+            self._watch.cancel()
         self._watch = asyncio.create_task(self._follow(directory), name="directory")
 
     async def close(self) -> None:
@@ -350,14 +352,17 @@ class Workers:
         return sum(view.role is role for view in self.views())
 
     async def _follow(self, directory: str) -> None:
-        channel = connect(directory)
+        channel, told = connect(directory), False
         try:
             while True:
                 try:
                     async for snapshot in directory_pb2_grpc.DirectoryStub(channel).Watch(directory_pb2.WatchRequest()):
+                        told = False
                         self._apply({endpoint.address for endpoint in snapshot.endpoints})
                 except grpc.aio.AioRpcError as error:
-                    logger.warning("the directory at %s is gone: %s; known workers stay", directory, error.code().name)
+                    level = logging.DEBUG if told else logging.WARNING
+                    logger.log(level, "the directory at %s is gone: %s; known workers stay", directory, error.code().name)
+                    told = True
                 except Exception:
                     logger.exception("what the directory at %s said could not be used; known workers stay", directory)
                 await asyncio.sleep(_FIRST_WAIT_SECONDS * 10)

@@ -139,12 +139,17 @@ class RayConfig:
 
     address: str = ""
     """`host:port` of an existing cluster's head; empty: start a cluster here and end it with the deployment."""
+    deployment: str = "slipstream"
+    """Name of the deployment in a cluster that it joins. One `serve` at a time owns a name; when it was killed, the next one
+    of the same name takes over the processes that serve."""
     cpus: float = 0.0
     """CPUs that a cluster started here offers; 0: as many as the deployment asks for."""
     placement_seconds: float = 8.0
     """Longest wait for room; raise it where nodes join on demand."""
     start_seconds: float = 300.0
     """Longest wait for every process to be ready."""
+    unresponsive_seconds: float = 20.0
+    """A process that answers no probe for so long is killed and started again."""
     log_dir: str = ""
     """Folder of the processes' logs; empty: one in the system's temporary folder, removed after a clean end."""
 
@@ -332,5 +337,11 @@ def _check(config: Config) -> None:
     if "://" in config.ray.address:
         raise ConfigError(f"ray.address must be host:port of the cluster's head, not {config.ray.address!r}",
                           field="ray.address")
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", config.ray.deployment):
+        raise ConfigError(f"ray.deployment must be made of letters, digits, - and _, not {config.ray.deployment!r}",
+                          field="ray.deployment")
+    if config.ray.unresponsive_seconds <= 0:
+        raise ConfigError(f"ray.unresponsive_seconds must be positive, not {config.ray.unresponsive_seconds:g}",
+                          field="ray.unresponsive_seconds")
     if not 0 <= config.router.port < 65536:
         raise ConfigError(f"router.port must be 0 to 65535, not {config.router.port}", field="router.port")

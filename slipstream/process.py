@@ -1,20 +1,24 @@
 """What the `__main__` of every process does alike: arguments, logging, the ready line, stop signals. Knows no role.
 
 A process announces itself with one JSON line on stdout when it serves, logs to stderr, drains on the first SIGTERM or
-SIGINT and then exits 0. A process whose launcher holds its stdin (`--exit-with-parent`) does not outlive the launcher.
+SIGINT and then exits 0. A process whose launcher holds its stdin (`--exit-with-parent`) does not outlive the launcher, which
+can tell it something by a line of JSON.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from slipstream import config as config_module
 from slipstream.config import Config
@@ -24,6 +28,9 @@ ORPHAN_SECONDS = 2.0
 """How long a process that lost its launcher may take to end in order."""
 SAME_PRESS_SECONDS = 0.3
 """Two signals closer than this are one wish: a terminal, or `timeout`, may signal both a process and its group."""
+
+
+_listeners: list[Callable[[Any], object]] = []
 
 
 def parser(name: str, description: str) -> argparse.ArgumentParser:
@@ -50,8 +57,12 @@ def start(arguments: argparse.Namespace, process: str) -> Config:
 
 def _watch_parent() -> None:
     """A pipe rather than PR_SET_PDEATHSIG: it works from any thread of the launcher and cannot be missed before we look."""
-    while os.read(0, 4096):
-        pass
+    with open(0, "rb", buffering=0, closefd=False) as stdin:
+        for line in stdin:
+            with contextlib.suppress(ValueError, RuntimeError):  # no JSON; the loop has ended
+                fields = json.loads(line)
+                for listener in _listeners:
+                    listener(fields)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(ORPHAN_SECONDS)
     os._exit(1)
@@ -60,6 +71,12 @@ def _watch_parent() -> None:
 def announce(**fields: object) -> None:
     """Print the ready line: `{"event": "ready", ...}`."""
     print(json.dumps({"event": "ready", **fields}), flush=True)
+
+
+def on_control(action: Callable[[Any], object]) -> None:
+    """From now on call `action` on the running event loop with the value of every line that the launcher writes to stdin."""
+    loop = asyncio.get_running_loop()
+    _listeners.append(lambda value: loop.call_soon_threadsafe(action, value))
 
 
 def stop_event() -> asyncio.Event:

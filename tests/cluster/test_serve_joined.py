@@ -1,8 +1,10 @@
-"""A deployment that joins an existing Ray cluster: it leaves the cluster as it was, also when it is stopped at once."""
+"""A deployment that joins an existing Ray cluster: it leaves the cluster as it was, also when it is stopped at once, and
+outlives its supervisor until the next one takes it over."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,19 +25,38 @@ info = ray.init(num_cpus=3, num_gpus=0, include_dashboard=False, object_store_me
 print(info.address_info["address"], flush=True)
 for _ in sys.stdin:
     groups = [one["state"] for one in placement_group_table().values() if one["state"] != "REMOVED"]
-    print(json.dumps({"free": ray.available_resources().get("CPU", 0), "groups": groups}), flush=True)
+    actors = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True)]
+    print(json.dumps([ray.available_resources().get("CPU", 0), groups, sorted(actors)]), flush=True)
 ray.shutdown()
 """
+EMPTY = '[3.0, [], []]'
 OPEN = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
-@pytest.fixture
-def cluster() -> Iterator[subprocess.Popen[str]]:
+@pytest.fixture(scope="module")
+def cluster_and_address() -> Iterator[tuple[subprocess.Popen[str], str]] -> Iterator[subprocess.Popen[str]]:
     with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp") as folder:
         made = subprocess.Popen([sys.executable, "-c", CLUSTER, folder], env=os.environ | OPEN, start_new_session=True,
                                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        yield made
+        yield made, line(made)
         made.communicate(timeout=60)
+
+
+@pytest.fixture
+def cluster(cluster_and_address: tuple[subprocess.Popen[str], str]) -> Iterator[subprocess.Popen[str]]:
+    """It is empty before and after each test."""
+    made = cluster_and_address[0]
+    assert ask(made) == EMPTY
+    yield made
+    deadline = time.monotonic() + 20
+    while (left := ask(made)) != EMPTY:
+        assert time.monotonic() < deadline, left
+
+
+@pytest.fixture
+def settings(cluster_and_address: tuple[subprocess.Popen[str], str]) -> list[str]:
+    return ["serve", "--set", "router.port=0", "--set", f"ray.address={cluster_and_address[1]}", "--set",
+            "ray.unresponsive_seconds=4"]
 
 
 def line(process: subprocess.Popen[str]) -> str:
@@ -51,15 +72,13 @@ def ask(process: subprocess.Popen[str]) -> str:
 
 
 @pytest.mark.timeout(240)
-def test_a_joined_cluster_stays_as_it_was(cluster: subprocess.Popen[str]) -> None:
-    address = line(cluster)
-    settings = ["serve", "--set", "router.port=0", "--set", f"ray.address={address}"]
+def test_a_joined_cluster_stays_as_it_was(cluster: subprocess.Popen[str], settings: list[str]) -> None:
     served = Command(settings, OPEN)
     try:
         url = served.wait_for(r"ready at (http://\S+);")[1]
-        assert ask(cluster) == '{"free": 0.5, "groups": ["CREATED", "CREATED", "CREATED"]}'
+        assert ask(cluster) == '[0.5, ["CREATED", "CREATED", "CREATED"], ["decode-0/1", "lease", "prefill-0/1", "router-0/1"]]'
 
-        second = Command([*settings, "--set", "ray.placement_seconds=1"], OPEN)
+        second = Command([*settings, "--set", "ray.placement_seconds=1", "--set", "ray.deployment=other"], OPEN)
         try:
             assert second.wait() == 1
             assert "prefill-0 needs CPU 1 on one node" in second.text
@@ -80,9 +99,53 @@ def test_a_joined_cluster_stays_as_it_was(cluster: subprocess.Popen[str]) -> Non
         assert served.processes() == []
     finally:
         served.clean_up()
-    deadline = time.monotonic() + 20
-    while (left := ask(cluster)) != '{"free": 3.0, "groups": []}':
-        assert time.monotonic() < deadline, left
+
+
+@pytest.mark.timeout(240)
+def test_the_next_supervisor_takes_over_what_serves(cluster: subprocess.Popen[str], settings: list[str]) -> None:
+    first = Command(settings, OPEN)
+    runs = [first]
+    try:
+        url = first.wait_for(r"ready at (http://\S+);")[1]
+        pids = pids_in(first, "serves")
+        long = subprocess.Popen([COMMAND, "chat", "Count 113 to 142.", "--url", url], stdout=subprocess.PIPE, text=True)
+        assert long.stdout is not None
+        begun = long.stdout.read(3)
+        first.signal(signal.SIGKILL)
+        first.wait()
+        assert begun + long.communicate(timeout=60)[0] == ", ".join(map(str, range(113, 143))) + ".\n"
+        assert counts(url), "no supervisor, no service"
+
+        second = Command(settings, OPEN)
+        runs.append(second)
+        assert second.wait_for(r"ready at (http://\S+);")[1] == url
+        assert pids_in(second, "goes on") == pids
+        third = Command(settings, OPEN)
+        runs.append(third)
+        assert third.wait() == 1
+        assert f"deployment slipstream of this cluster is kept by another supervisor (process {second.pid} on" in third.text
+
+        os.kill(pids["prefill-0"], signal.SIGKILL)
+        second.wait_for(r"(?s)prefill-0 ended with signal SIGKILL; starting epoch 2.*prefill-0 serves at")
+        deadline = time.monotonic() + 30
+        while not counts(url):
+            assert time.monotonic() < deadline, "the router does not follow the new supervisor"
+        second.signal(signal.SIGTERM)
+        assert second.wait() == 0, second.text
+        assert not [pid for pid in [*pids.values(), *pids_in(second, "serves").values()] if os.path.exists(f"/proc/{pid}")]
+    finally:
+        for one in runs:
+            one.clean_up()
+
+
+def pids_in(run: Command, word: str) -> dict[str, int]:
+    """Processes that `run` says it has started, or taken over."""
+    return {name: int(pid) for name, pid in re.findall(rf"(\S+) {word} at \S+ \(pid (\d+)", run.text)}
+
+
+def counts(url: str) -> bool:
+    return subprocess.run([COMMAND, "chat", "Count 3 to 5.", "--url", url], capture_output=True, text=True,
+                          timeout=60).stdout == "3, 4, 5.\n"
 
 
 @pytest.mark.timeout(60)

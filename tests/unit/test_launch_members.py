@@ -77,8 +77,8 @@ def test_explains_that_others_hold_the_room() -> None:
 
 def test_room_of_a_machine_that_nobody_joins() -> None:
     wanted = members(config.load(None, ["pools.decode.cpus=3"]))
-    check_room(wanted, 4.5)
+    check_room(wanted, 4.5, 0)
     with pytest.raises(PlacementError, match=r"router-0 needs CPU 0\.5 .* is CPU 0:"):
-        check_room(wanted, 4)
+        check_room(wanted, 4, 0)
     with pytest.raises(PlacementError, match=r"large enough for decode-0, which needs CPU 3 .* has CPU 2, missing CPU 1"):
-        check_room(wanted, 2)
+        check_room(wanted, 2, 0)
