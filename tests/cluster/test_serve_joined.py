@@ -34,7 +34,7 @@ OPEN = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
 @pytest.fixture(scope="module")
-def cluster_and_address() -> Iterator[tuple[subprocess.Popen[str], str]] -> Iterator[subprocess.Popen[str]]:
+def cluster_and_address() -> Iterator[tuple[subprocess.Popen[str], str]]:
     with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp") as folder:
         made = subprocess.Popen([sys.executable, "-c", CLUSTER, folder], env=os.environ | OPEN, start_new_session=True,
                                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
