@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import os
 import signal
@@ -17,6 +16,7 @@ import pytest
 
 from tests.support.cluster import Cluster
 from tests.support.samples import FOLDER
+from tests.support.traffic import messages, until_healthy
 from tests.support.worker_client import pair
 
 
@@ -31,23 +31,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     assert not complaints
 
 
-def messages(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """A sample's messages as OpenAI spells them."""
-    def part(given: dict[str, Any]) -> dict[str, Any]:
-        if given["type"] != "image":
-            return given
-        data = base64.b64encode((FOLDER / given["image"]).read_bytes()).decode()
-        return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
-
-    return [{**message, "content": [part(given) for given in message["content"]]
-             if isinstance(message["content"], list) else message["content"]} for message in row["messages"]]
-
-
 async def ready(client: httpx.AsyncClient) -> str:
     """Wait until the router has both roles; the model's name."""
-    async with asyncio.timeout(30):
-        while (await client.get("/health")).status_code != 200:  # noqa: ASYNC110 (another process: there is only asking)
-            await asyncio.sleep(0.1)
+    await until_healthy(client, 30)
     return str((await client.get("/v1/models")).json()["data"][0]["id"])
 
 
