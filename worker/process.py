@@ -7,6 +7,7 @@ import asyncio
 import ipaddress
 import logging
 import os
+import signal
 from collections.abc import Callable, Sequence
 
 from cache_transfer.load import CacheLoader
@@ -65,6 +66,9 @@ async def _serve(arguments: argparse.Namespace, identity: Identity, replica: Rep
     if target := metrics_target(arguments.listen, arguments.metrics_listen):
         service.metrics_address = reachable(await metrics.listen(target), arguments.listen, service.address)
     await service.start()
+    asked = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, asked.set)
+    logs = asyncio.create_task(service.log_insides(asked))
     process.announce(replica_id=identity.replica_id, role=identity.role.value, address=service.address, epoch=identity.epoch,
                      pid=os.getpid(), metrics=service.metrics_address)
     signals = [asyncio.create_task(stop.wait()), asyncio.create_task(service.dead.wait())]
@@ -78,7 +82,7 @@ async def _serve(arguments: argparse.Namespace, identity: Identity, replica: Rep
     metrics.close()
     await loader.close()
     await service.stop()
-    for task in signals:
+    for task in (*signals, logs):
         task.cancel()
     return 1 if died else 0
 

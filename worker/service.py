@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.json_format import MessageToDict
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 from prometheus_client import CollectorRegistry
 
@@ -234,6 +235,18 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         except SlipstreamError as error:
             await context.abort(grpc.StatusCode[error.grpc_status], error.message)
             raise
+
+    async def log_insides(self, asked: asyncio.Event) -> None:
+        """Whenever it is `asked`, write what `Inspect` tells to the log: that needs neither a router nor a client."""
+        while True:
+            await asked.wait()
+            asked.clear()
+            try:
+                insides = await self._replica.call(_inspect)
+            except SlipstreamError as error:
+                logger.warning("nothing can be said of kernels and memory: %s", error)
+            else:
+                logger.info("kernels and memory", extra=MessageToDict(insides, preserving_proto_field_name=True))
 
 
 def _state(engine: Engine) -> tuple[EngineLoad, EngineCounters]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import re
+import signal
 import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -202,6 +204,13 @@ async def test_who_holds_memory_and_what_runs(cluster: Cluster) -> None:
         assert shown.returncode == 0, shown.stderr
         assert re.search(rf"sequence +{name} +\d+ +1", shown.stdout), shown.stdout
         assert re.search(r"gated_delta_step +reference\.gated_delta_step +reference is the only backend", shown.stdout)
+
+        os.kill(cluster.processes["decode-0"].pid, signal.SIGUSR1)
+        async with asyncio.timeout(10):
+            while not (told := [line for line in cluster.processes["decode-0"].log() if "holdings" in line]):  # noqa: ASYNC110 (another process)
+                await asyncio.sleep(0.05)
+        assert {(one["owner"], one.get("request_id", "")) for one in told[0]["holdings"]} >= {("sequence", name)}
+        assert told[0]["kernels"] == replicas["decode"]["kernels"]
 
 
 async def refused(client: httpx.AsyncClient) -> None:
