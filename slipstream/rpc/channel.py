@@ -6,13 +6,17 @@ import grpc
 import grpc.aio
 
 KEEPALIVE_SECONDS = 10.0
+ANSWER_SECONDS = 5.0
+"""A peer that leaves a ping without answer for so long is lost."""
 MAX_MESSAGE_BYTES = 64 << 20
 
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", int(KEEPALIVE_SECONDS * 1000)),
-    ("grpc.keepalive_timeout_ms", 5000),
+    ("grpc.keepalive_timeout_ms", int(ANSWER_SECONDS * 1000)),
+    # Of pings that gRPC sends for reasons of its own: while one is out there is no keepalive ping, and it would wait a minute.
+    ("grpc.http2.ping_timeout_ms", int(ANSWER_SECONDS * 1000)),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.enable_http_proxy", 0),

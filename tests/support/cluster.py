@@ -58,14 +58,16 @@ class Cluster:
         """Start replicas of these roles (`prefill`, `decode`) together; they are named `prefill-0`, `prefill-1` and so on."""
         return self.start_each(*((role, overrides) for role in roles), epoch=epoch)
 
-    def start_each(self, *wanted: tuple[str, Sequence[str]], epoch: int = 1, listen: str = "127.0.0.1:0") -> list[Running]:
+    def start_each(self, *wanted: tuple[str, Sequence[str]], epoch: int = 1, listen: str = "127.0.0.1:0",
+                   advertise: str = "") -> list[Running]:
         """The same for (role, overrides) pairs."""
         started: list[tuple[str, ChildProcess]] = []
         for role, overrides in wanted:
             name = f"{role}-{self._count[role]}"
             self._count[role] += 1
             settings = [part for override in overrides for part in ("--set", override)]
-            arguments = [role, *settings, "--replica-id", name, "--epoch", str(epoch), "--listen", listen]
+            arguments = [role, *settings, "--replica-id", name, "--epoch", str(epoch), "--listen", listen,
+                         "--advertise", advertise]
             started.append((name, self._spawn(name, arguments)))
         return [self._ready(name, child, "address") for name, child in started]
 
