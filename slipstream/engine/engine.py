@@ -8,6 +8,7 @@ preemption, or a failed step; whole blocks of what was computed stay in the cach
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,12 +19,13 @@ from slipstream.checkpoint import Checkpoint
 from slipstream.config import EngineConfig
 from slipstream.engine import caches as cache_memory
 from slipstream.engine.block_pool import BlockPool
+from slipstream.engine.executor import Executor, LocalExecutor
 from slipstream.engine.ledger import Owner
 from slipstream.engine.memory import Memory
 from slipstream.engine.params import check_params
 from slipstream.engine.prefix_cache import PrefixCache
 from slipstream.engine.prompt import Pixels, Prompt, Publisher, block_keys, prepare
-from slipstream.engine.runner import Runner, RunResult, as_failure
+from slipstream.engine.runner import Run, Runner, RunResult, as_failure
 from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.sequence import GenerationRequest, State, Timing
 from slipstream.engine.sequence import Sequence as EngineSequence
@@ -82,7 +84,7 @@ class Engine:
 
     def __init__(self, model: LanguageModel, checkpoint: Checkpoint, config: EngineConfig, *, parked_fraction: float = 1.0,
                  state_snapshots: int | None = None, dtype: torch.dtype = torch.float32, device: torch.device | None = None,
-                 clock: Callable[[], float] = time.monotonic) -> None:
+                 executor: Executor | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         """`dtype`: of the KV and conv caches, the model's own. `parked_fraction`: share of the blocks, and of the slots, that
         prompts without a ready destination may hold. `state_snapshots`: None as `config` says. Raises ConfigError."""
         state_snapshots = config.state_snapshots if state_snapshots is None else state_snapshots
@@ -100,13 +102,15 @@ class Engine:
         self._clock = clock
         blocks = BlockPool(cache_memory.num_blocks(config), config.block_size)
         slots = StatePool(cache_memory.num_state_slots(checkpoint, config))
+        executor = executor or LocalExecutor(model, self.caches, config.block_size, device)
         self._memory = Memory(blocks, slots, PrefixCache(blocks, StatePool(snapshots, first=slots.total),
                                                          enabled=config.prefix_cache),
-                              cache_memory.CacheCopier(self.caches), growth_tokens=config.growth_tokens)
+                              executor, growth_tokens=config.growth_tokens)
         self._scheduler = Scheduler(self._memory, max_running=config.max_running, max_batch_tokens=config.max_batch_tokens,
                                     chunk_tokens=config.prefill_chunk_tokens, parked_fraction=parked_fraction)
         self._max_running = config.max_running
-        self._runner = Runner(model, self.caches, config.block_size, device)
+        self._runner = Runner(model, executor, config.block_size, device)
+        self._runs: deque[Run] = deque()  # begun, in order
         self._prompts: dict[RequestId, Prompt] = {}
         self._counters = EngineCounters()
 
@@ -218,19 +222,23 @@ class Engine:
             self._count(prompt_tokens=sequence.prompt_tokens, cached_tokens=sequence.cached)
             self._tell(sequence, failures, partial(_allocated, sequence))
         chunks = [chunk for chunk in plan.chunks if chunk.sequence.id not in failures]
-        result = self._runner.run(chunks, self._prompts)
-        failures |= result.failed
-        events, timings = self._advance(result, failures)
         for chunk in plan.chunks:
             if chunk.sequence.id in failures:
                 self._scheduler.discard(chunk)
+        if chunks:
+            self._runs.append(self._runner.start(chunks, self._prompts))
+        result = RunResult()
+        if self._runs and (len(self._runs) >= self._runner.depth or not chunks):
+            result = self._runs.popleft().finish()
+        failures |= {id: error for id, error in result.failed.items() if id in self._prompts}
+        events, timings = self._advance(result, failures)
         for id in failures:
             self.abort(id)
-        tokens, seconds = sum(chunk.count for chunk in chunks), self._clock() - began
-        self._count(steps=1, step_seconds=seconds, output_tokens=len(events), preemptions=len(plan.preempted))
+        seconds = self._clock() - began
+        self._count(steps=bool(result.chunks), step_seconds=seconds, output_tokens=len(events), preemptions=len(plan.preempted))
         handed_off = frozenset(chunk.sequence.id for chunk, _ in result.done if chunk.sequence.state is State.HANDED_OFF)
         return StepResult(events=tuple(events), failures=tuple(failures.items()), timings=timings, handed_off=handed_off,
-                          tokens=tokens, seconds=seconds)
+                          tokens=sum(chunk.count for chunk in chunks or result.chunks), seconds=seconds)
 
     def _advance(self, result: RunResult, failures: Mapping[RequestId, SlipstreamError]
                  ) -> tuple[list[TokenEvent], dict[RequestId, Timing]]:
@@ -238,9 +246,16 @@ class Engine:
         now = self._clock()
         events: list[TokenEvent] = []
         timings: dict[RequestId, Timing] = {}
+        for chunk in result.chunks:
+            if chunk.sequence.id in result.failed:
+                self._scheduler.discard(chunk)
         for chunk, tokens in result.done:
             sequence = chunk.sequence
             if sequence.id in failures:
+                self._scheduler.discard(chunk)
+                continue
+            if sequence.doomed:
+                self._scheduler.advance(chunk, tokens, now)
                 continue
             for event in self._scheduler.advance(chunk, tokens, now):
                 told = result.logprobs.get((event.request, event.choice))
@@ -258,7 +273,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """True if a request waits for steps; `StepResult.stalled` says that none of them can run now."""
-        return self._scheduler.has_work
+        return bool(self._runs) or self._scheduler.has_work
 
     def load(self) -> EngineLoad:
         """Requests and free memory now. Parked: computing or handed off without a ready destination."""
@@ -286,7 +301,8 @@ class Engine:
     def check_integrity(self) -> None:
         """Raise InternalError unless every block and slot has exactly one owner and nothing is kept of ended requests."""
         self._scheduler.check_integrity()
-        with_prompt = {sequence.id for sequence in self._scheduler.sequences() if sequence.state is not State.RESERVED}
+        with_prompt = {sequence.id for sequence in self._scheduler.sequences()
+                       if sequence.state is not State.RESERVED and not sequence.doomed}
         if self._prompts.keys() != with_prompt:
             raise InternalError(f"prompts are kept for the wrong requests: {self._prompts.keys() ^ with_prompt}")
 

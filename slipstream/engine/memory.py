@@ -101,9 +101,13 @@ class Memory:
         sequence.blocks, sequence.shared = shared + fresh, len(shared)
         sequence.state_slot = self.slots.take(sequence.owner) if self.slots.total else None
 
+    def has_next_row(self, sequence: Sequence) -> bool:
+        """True if it has a block for its next row."""
+        return sequence.computed < len(sequence.blocks) * self.blocks.block_size
+
     def grow(self, sequence: Sequence) -> bool:
         """Make sure that the next row has a block; False if there is none."""
-        if sequence.computed < len(sequence.blocks) * self.blocks.block_size:
+        if self.has_next_row(sequence):
             return True
         fresh = self.cache.take(1, sequence.owner)
         if fresh is None:
@@ -167,11 +171,9 @@ class Memory:
         return tuple(found)
 
     def keep_snapshots(self, sequence: Sequence, snapshots: Iterable[tuple[int, int]]) -> None:
-        """The chunk is computed and its blocks are shared. A snapshot at its very end is a copy of the sequence's slot."""
+        """The chunk is computed, its snapshots were taken and its blocks are shared."""
         assert sequence.keys is not None, "only what can be found has snapshots"
         for length, slot in snapshots:
-            if length == sequence.computed and sequence.state_slot is not None:
-                self._copier.copy_state(sequence.state_slot, slot)
             key = sequence.keys[length // self.blocks.block_size - 1]
             self.cache.keep(key, slot, passing=length not in sequence.snapshot_at)
 

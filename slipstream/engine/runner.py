@@ -1,4 +1,4 @@
-"""Runs one step's chunks through the model: images, forward pass, publishing, sampling. Knows no schedule and no pool."""
+"""Runs one step's chunks: images, what is computed, publishing, tokens. Knows no schedule, no pool and no other rank."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 from slipstream.engine import batch as batches
 from slipstream.engine import sampler
+from slipstream.engine.budget import Chunk
+from slipstream.engine.executor import Draw, Drawn, Executor, Result
 from slipstream.engine.prompt import Prompt
-from slipstream.engine.scheduler import Chunk
 from slipstream.errors import InternalError, SlipstreamError
-from slipstream.layers.batch import LayerCache
 from slipstream.models.registry import LanguageModel, VisionModel
 from slipstream.types import Logprobs, RequestId
 
@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 class RunResult:
     """What became of each chunk: it is in `done`, or its request in `failed`."""
 
+    chunks: Sequence[Chunk] = ()
+    """All of them."""
     done: list[tuple[Chunk, tuple[int, ...]]] = field(default_factory=list)
     """With the tokens drawn, one per choice; none for a chunk that does not end its prompt."""
     failed: dict[RequestId, SlipstreamError] = field(default_factory=dict)
@@ -32,59 +34,60 @@ class RunResult:
 
 
 class Runner:
-    """The model, its caches and the way through them."""
+    """The way of chunks through an executor. `model` encodes pictures."""
 
-    def __init__(self, model: LanguageModel, caches: Sequence[LayerCache], block_size: int, device: torch.device) -> None:
+    def __init__(self, model: LanguageModel, executor: Executor, block_size: int, device: torch.device) -> None:
         self._model = model
-        self._caches = caches
+        self._executor = executor
         self._block_size = block_size
         self._device = device
 
-    def run(self, chunks: Sequence[Chunk], prompts: Mapping[RequestId, Prompt]) -> RunResult:
-        """Compute the chunks. A fault of one request's own (its images, its publisher, its logits) fails that request;
+    @property
+    def depth(self) -> int:
+        """Runs that are worth having begun at once."""
+        return self._executor.depth
+
+    def start(self, chunks: Sequence[Chunk], prompts: Mapping[RequestId, Prompt]) -> Run:
+        """Begin to compute the chunks. A fault of one request's own (its images, its publisher, its logits) fails that request;
         a fault of the forward pass fails them all."""
-        result = RunResult()
+        run = Run(chunks)
+        failed = run.result.failed
         for chunk in chunks:
             try:
                 self._encode(chunk, prompts[chunk.sequence.id])
             except Exception as error:
-                result.failed[chunk.sequence.id] = as_failure("encoding the images failed", chunk.sequence.id, error)
-        chunks = [chunk for chunk in chunks if chunk.sequence.id not in result.failed]
-        if not chunks:
-            return result
-        draws = [_Draw(chunk, choice, row) for row, chunk in enumerate(chunk for chunk in chunks if chunk.samples)
-                 for choice in chunk.sequence.choices]
-        try:
-            batch = batches.build(chunks, prompts, self._block_size, self._device)
-            logits = self._model.forward(batch, self._caches, lambda layer: _publish(layer, chunks, prompts, result))
-            self._sample(logits, draws, prompts, result)
-        except Exception as error:
-            for chunk in chunks:
-                result.failed.setdefault(chunk.sequence.id, as_failure("the step failed", chunk.sequence.id, error))
-            return result
-        drawn: dict[int, list[int]] = {}
-        for draw in draws:
-            if draw.token is None:
-                request = draw.chunk.sequence.id
-                result.failed.setdefault(request, InternalError(f"the logits of {request} are not finite"))
-            else:
-                drawn.setdefault(id(draw.chunk), []).append(draw.token)
-        result.done = [(chunk, tuple(drawn.get(id(chunk), ()))) for chunk in chunks if chunk.sequence.id not in result.failed]
-        return result
+                failed[chunk.sequence.id] = as_failure("encoding the images failed", chunk.sequence.id, error)
+        run.going = [chunk for chunk in chunks if chunk.sequence.id not in failed]
+        if not run.going:
+            return run
+        publishers = [(chunk, prompts[chunk.sequence.id].publisher) for chunk in run.going]
 
-    def _sample(self, logits: torch.Tensor, draws: Sequence[_Draw], prompts: Mapping[RequestId, Prompt],
-                result: RunResult) -> None:
-        """Draw a token for each choice, from the same row of logits as long as the choices have the same tokens."""
-        if not draws:
-            return
-        if len(draws) > len(logits):
-            logits = logits[torch.tensor([draw.row for draw in draws], device=logits.device)]
-        wanted = [draw.wanted(prompts[draw.chunk.sequence.id], self._device) for draw in draws]
-        tokens = sampler.sample(logits, wanted)
-        for draw, token, told in zip(draws, tokens, sampler.logprobs(logits, wanted, tokens), strict=True):
-            draw.token = token
-            if told is not None:
-                result.logprobs[draw.chunk.sequence.id, draw.choice] = told
+        def publish(layer: int) -> None:
+            for chunk, publisher in publishers:
+                if publisher is None or chunk.sequence.id in failed:
+                    continue
+                try:
+                    publisher.layer_done(layer, chunk.end, chunk.samples)
+                except Exception as error:
+                    failed[chunk.sequence.id] = as_failure("publishing the prompt's state failed", chunk.sequence.id, error)
+
+        try:
+            step, embeds = batches.build(run.going, prompts, self._block_size)
+            samples = [chunk for chunk in run.going if chunk.samples]
+            run.draws = [(chunk, choice) for chunk in samples for choice in chunk.sequence.choices]
+            draws = [Draw(row=row, how=self._how(chunk, choice, prompts[chunk.sequence.id]))
+                     for row, chunk in enumerate(samples) for choice in chunk.sequence.choices]
+            run.wait = self._executor.start(step, embeds, draws, publish)
+        except Exception as error:
+            run.fail(error)
+        return run
+
+    def _how(self, chunk: Chunk, choice: int, prompt: Prompt) -> sampler.Draw:
+        request, outputs = chunk.sequence.request, chunk.sequence.outputs
+        if request.sampling.repetition_penalty != 1 and prompt.distinct is None:
+            prompt.distinct = torch.tensor(sorted(set(request.tokens)), dtype=torch.int64, device=self._device)
+        return sampler.Draw(params=request.sampling, choice=choice, index=len(outputs),
+                            barred=request.stop.barred(len(outputs)), prompt=prompt.distinct, outputs=outputs)
 
     def _encode(self, chunk: Chunk, prompt: Prompt) -> None:
         """Embed the images of a prompt when its first image row is reached; those that are cached whole are not needed."""
@@ -101,34 +104,43 @@ class Runner:
         prompt.pixels = ()
 
 
-@dataclass(eq=False)
-class _Draw:
-    """One token to be drawn."""
+class Run:
+    """A step that has begun."""
 
-    chunk: Chunk
-    choice: int
-    row: int
-    """Of the logits."""
-    token: int | None = None
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        self.result = RunResult(chunks=chunks)
+        self.going: Sequence[Chunk] = ()
+        """Those that are computed."""
+        self.draws: list[tuple[Chunk, int]] = []
+        """Chunk and choice of each token."""
+        self.wait: Result | None = None
+        """None: nothing is computed."""
 
-    def wanted(self, prompt: Prompt, device: torch.device) -> sampler.Draw:
-        """For the sampler."""
-        request, outputs = self.chunk.sequence.request, self.chunk.sequence.outputs
-        if request.sampling.repetition_penalty != 1 and prompt.distinct is None:
-            prompt.distinct = torch.tensor(sorted(set(request.tokens)), dtype=torch.int64, device=device)
-        return sampler.Draw(params=request.sampling, choice=self.choice, index=len(outputs),
-                            barred=request.stop.barred(len(outputs)), prompt=prompt.distinct, outputs=outputs)
+    def finish(self) -> RunResult:
+        """Wait for its end."""
+        drawn: list[Drawn] = []
+        if self.wait is not None:
+            try:
+                drawn = self.wait()
+            except Exception as error:
+                self.fail(error)
+        result, tokens = self.result, dict[int, list[int]]()
+        for (chunk, choice), one in zip(self.draws if drawn else [], drawn, strict=True):
+            request = chunk.sequence.id
+            if one.token is None:
+                result.failed.setdefault(request, InternalError(f"the logits of {request} are not finite"))
+                continue
+            tokens.setdefault(id(chunk), []).append(one.token)
+            if one.logprobs is not None:
+                result.logprobs[request, choice] = one.logprobs
+        result.done = [(chunk, tuple(tokens.get(id(chunk), ()))) for chunk in self.going
+                       if chunk.sequence.id not in result.failed]
+        return result
 
-
-def _publish(layer: int, chunks: Sequence[Chunk], prompts: Mapping[RequestId, Prompt], result: RunResult) -> None:
-    for chunk in chunks:
-        publisher = prompts[chunk.sequence.id].publisher
-        if publisher is None or chunk.sequence.id in result.failed:
-            continue
-        try:
-            publisher.layer_done(layer, chunk.end, chunk.samples)
-        except Exception as error:
-            result.failed[chunk.sequence.id] = as_failure("publishing the prompt's state failed", chunk.sequence.id, error)
+    def fail(self, error: Exception) -> None:
+        """Nothing of it counts."""
+        for chunk in self.going:
+            self.result.failed.setdefault(chunk.sequence.id, as_failure("the step failed", chunk.sequence.id, error))
 
 
 def as_failure(what: str, request: RequestId, error: Exception) -> SlipstreamError:

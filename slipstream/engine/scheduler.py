@@ -9,14 +9,17 @@ short one could use it, so that no prompt waits for the whole of a long one.
 
 A decoding sequence grows as it goes. When there is no block left for it the last one in rank is preempted: its request ends
 here, and whoever sent it resumes it elsewhere, or here once there is room.
+
+A plan may be made while earlier ones are carried out: it goes on where those will end, and has nothing for a sequence whose
+next token is being drawn. What ends meanwhile is doomed, and keeps its memory until the last step on it is over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 
+from slipstream.engine.budget import Budget, Chunk
 from slipstream.engine.memory import Memory
 from slipstream.engine.sequence import Sequence, State
 from slipstream.errors import InternalError
@@ -24,36 +27,8 @@ from slipstream.types import RequestId, TokenEvent
 
 LOOK_AHEAD = 8
 """Waiting prompts that may tell their destination to get ready while parked memory is at its limit."""
-SHORT_SHARE = 4
-"""One part in so many of a step's budget is for prompts that need no more than that."""
 
 Key = tuple[RequestId, int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Chunk:
-    """What one sequence does in one step: tokens [start, start + count) go through the model."""
-
-    sequence: Sequence
-    start: int
-    count: int
-    snapshots: tuple[tuple[int, int], ...] = ()
-    """(length, state slot), ascending: the state after so many tokens of the sequence goes there."""
-
-    @property
-    def end(self) -> int:
-        """Tokens of the sequence that are computed after it."""
-        return self.start + self.count
-
-    @property
-    def samples(self) -> bool:
-        """True if the step draws a token for each choice of the sequence."""
-        return self.end >= self.sequence.prompt_tokens
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """The token ids that go in."""
-        return self.sequence.token_ids(self.start, self.end)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,46 +43,6 @@ class StepPlan:
     """Got their blocks and slot."""
     chunks: tuple[Chunk, ...]
     """Empty: nothing can run until something changes."""
-
-
-class _Budget:
-    """A step's tokens, shared out among prompts: long ones leave a part for the short ones that wait."""
-
-    def __init__(self, tokens: int, chunk_tokens: int, block_size: int, waiting: Iterable[int]) -> None:
-        """`waiting`: tokens that each prompt still needs."""
-        self.left = tokens
-        self._short = tokens // SHORT_SHARE
-        self._long = tokens - min(self._short, sum(wanted for wanted in waiting if wanted <= self._short))
-        self._chunk_tokens = chunk_tokens
-        self._block_size = block_size
-
-    def has_for(self, wanted: int) -> bool:
-        """True if a prompt that needs so many tokens gets some of them."""
-        return self.left > 0 and (wanted <= self._short or self._long > 0)
-
-    def take(self, start: int, wanted: int) -> int:
-        """How many of `wanted` tokens from `start` on go into this step; a chunk that does not end its prompt ends with a
-        block, if it reaches one."""
-        is_long = wanted > self._short
-        count = min(wanted, self._chunk_tokens, self.left, self._long if is_long else self.left)
-        if count < wanted:
-            count = self._to_block(start, count)
-        self.left -= count
-        self._long -= count if is_long else 0
-        return count
-
-    def more(self, chunk: Chunk) -> int:
-        """How many tokens a chunk gets of what nobody else wanted."""
-        wanted = chunk.sequence.prompt_tokens - chunk.end
-        count = min(wanted, self._chunk_tokens - chunk.count, self.left)
-        if count < wanted:
-            count = max(0, self._to_block(chunk.start, chunk.count + count) - chunk.count)
-        self.left -= count
-        return count
-
-    def _to_block(self, start: int, count: int) -> int:
-        whole = (start + count) // self._block_size * self._block_size - start
-        return whole if whole > 0 else count
 
 
 class Scheduler:
@@ -186,12 +121,14 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan:
         """The next step. Admits prompts: they own their memory when this returns."""
         preempted = self._grow()
-        chunks = [Chunk(sequence=sequence, start=sequence.computed, count=1) for sequence in self._of[State.DECODING].values()]
-        budget = _Budget(self._max_batch_tokens - len(chunks), self._chunk_tokens, self.memory.blocks.block_size,
-                         (one.prompt_tokens - one.computed for one in self.sequences(State.COMPUTING, State.WAITING)))
+        chunks = [Chunk(sequence=sequence, start=sequence.computed, count=1) for sequence in self._idle(State.DECODING)
+                  if self.memory.has_next_row(sequence)]
+        budget = Budget(self._max_batch_tokens - len(chunks), self._chunk_tokens, self.memory.blocks.block_size,
+                         (_left(one) for one in self.sequences(State.COMPUTING, State.WAITING)))
         prompts: list[Chunk] = []
         for sequence in sorted(self._of[State.COMPUTING].values(), key=_rank):
-            self._schedule(sequence, budget, prompts)
+            if _left(sequence) and not sequence.doomed:
+                self._schedule(sequence, budget, prompts)
         begun, admitted = [], []
         look_ahead, blocked = LOOK_AHEAD, False
         parked = [other for other in self.sequences(State.COMPUTING, State.HANDED_OFF) if other.parked]
@@ -220,12 +157,18 @@ class Scheduler:
         chunks += [self._with_snapshots(chunk) for chunk in prompts]
         for chunk in chunks:
             self.memory.check_write(chunk.sequence, chunk.start, chunk.count)
+            chunk.sequence.ahead += chunk.count
         return StepPlan(preempted=preempted, begun=tuple(begun), admitted=tuple(admitted), chunks=tuple(chunks))
 
     def advance(self, chunk: Chunk, tokens: SequenceOf[int], now: float) -> list[TokenEvent]:
         """The chunk is in the caches and `tokens` were drawn, one per choice (none iff it does not sample). May end it."""
         sequence = chunk.sequence
-        assert sequence.computed == chunk.start, "a plan is carried out before the next one is made"
+        assert sequence.computed == chunk.start, "plans are carried out in the order in which they were made"
+        sequence.ahead -= chunk.count
+        if sequence.doomed:
+            self._drop(chunk)
+            self.end(sequence)
+            return []
         assert len(tokens) == (len(sequence.choices) if chunk.samples else 0), "tokens are drawn where the plan says so"
         sequence.computed = chunk.end
         self.memory.share_full(sequence)
@@ -234,12 +177,21 @@ class Scheduler:
         return self._draw(sequence, tokens, now) if tokens else []
 
     def discard(self, chunk: Chunk) -> None:
-        """The chunk failed: the slots of its snapshots return. Its sequence is ended by the caller."""
+        """The chunk failed: the slots of its snapshots return. Its sequence is ended by the caller, if it was not before."""
+        chunk.sequence.ahead -= chunk.count
+        self._drop(chunk)
+        if chunk.sequence.doomed:
+            self.end(chunk.sequence)
+
+    def _drop(self, chunk: Chunk) -> None:
         for _, slot in chunk.snapshots:
             self.memory.cache.drop(slot)
 
     def end(self, sequence: Sequence) -> None:
-        """Return everything that the sequence owns and forget it. Legal in every state."""
+        """Return everything that the sequence owns and forget it, after the steps that work on it. Legal in every state."""
+        if sequence.ahead:
+            sequence.doomed = True
+            return
         if sequence.state is not State.WAITING:
             self.memory.release(sequence)
         del self._of[sequence.state][_key(sequence)]
@@ -275,12 +227,13 @@ class Scheduler:
         running = self.count(State.COMPUTING, State.RESERVED, State.DECODING)
         return running + (1 if sequence.split else len(sequence.choices)) <= self._max_running
 
-    def _schedule(self, sequence: Sequence, budget: _Budget, prompts: list[Chunk]) -> None:
-        count = budget.take(sequence.computed, sequence.prompt_tokens - sequence.computed)
+    def _schedule(self, sequence: Sequence, budget: Budget, prompts: list[Chunk]) -> None:
+        start = sequence.computed + sequence.ahead
+        count = budget.take(start, _left(sequence))
         if count:
-            prompts.append(Chunk(sequence=sequence, start=sequence.computed, count=count))
+            prompts.append(Chunk(sequence=sequence, start=start, count=count))
 
-    def _spend_rest(self, budget: _Budget, prompts: list[Chunk]) -> None:
+    def _spend_rest(self, budget: Budget, prompts: list[Chunk]) -> None:
         """The short prompts for which tokens were kept could not start: others go further."""
         for number, chunk in enumerate(prompts):
             if more := budget.more(chunk):
@@ -364,12 +317,18 @@ class Scheduler:
     def _grow(self) -> tuple[RequestId, ...]:
         """Give every decoding sequence a block for its next row, first in rank first; who must give way for that."""
         preempted: list[RequestId] = []
-        for sequence in sorted(self._of[State.DECODING].values(), key=_rank):
+        for sequence in sorted(self._idle(State.DECODING), key=_rank):
             while sequence.state is State.DECODING and not self.memory.grow(sequence):
                 last: Sequence = max(self._of[State.DECODING].values(), key=_rank)
+                if any(one.ahead for one in self.of(last.id)):
+                    break  # its memory comes back after the steps that work on it: too late for this one
                 preempted.append(last.id)
                 self.end_request(last.id)
         return tuple(preempted)
+
+    def _idle(self, state: State) -> list[Sequence]:
+        """Those of a state on which no step works now."""
+        return [sequence for sequence in self._of[state].values() if not sequence.ahead]
 
     def _move(self, sequence: Sequence, state: State) -> None:
         """Change the state, the list and the name in which memory is held."""
@@ -384,6 +343,11 @@ class Scheduler:
 
 def _key(sequence: Sequence) -> Key:
     return sequence.id, sequence.choices[0]
+
+
+def _left(sequence: Sequence) -> int:
+    """Tokens of its prompt that no step has begun to compute."""
+    return sequence.prompt_tokens - sequence.computed - sequence.ahead
 
 
 def _rank(sequence: Sequence) -> tuple[int, bool, int]:

@@ -105,6 +105,10 @@ class Sequence:
     """Lengths of the prompt, whole blocks, after which a snapshot of the states would be found by others."""
     computed: int = 0
     """Tokens that the caches hold."""
+    ahead: int = 0
+    """Tokens beyond those that steps which have begun, and not ended, compute."""
+    doomed: bool = False
+    """It ends, and gives back what it holds, as soon as no step works on it any more."""
     outputs: list[int] = field(default_factory=list)
     """Of its choice; in a resumed request from the beginning."""
     begun: bool = False
