@@ -1,0 +1,126 @@
+"""The ordered log of a replica of several ranks: what rank 0 tells all others to do, and what they tell it. Knows no socket.
+
+Entries are msgpack maps with a `type`; every rank carries them out in the order in which they were written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+import msgspec
+import numpy as np
+import torch
+
+from slipstream.engine import sampler
+from slipstream.engine.batch import StepInput
+from slipstream.engine.executor import Draw, Drawn
+from slipstream.types import Logprobs, SamplingParams
+
+_ARRAYS = tuple(field.name for field in fields(StepInput))
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """One line of the log, in either direction."""
+
+
+class WireDraw(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A Draw for the rank that draws."""
+
+    row: int
+    params: SamplingParams
+    choice: int
+    index: int
+    barred: tuple[int, ...] = ()
+    prompt: bytes | None = None
+    """int32."""
+    outputs: tuple[int, ...] = ()
+
+
+class Published(msgspec.Struct, frozen=True, kw_only=True):
+    """What a step makes final of a prompt that travels."""
+
+    request: str
+    tokens: int
+    """Of the prompt, from its start."""
+    last: bool
+    """Its states are final too."""
+
+
+# Down -----------------------------------------------------------------------------------------------------------------
+
+
+class Step(Entry):
+    """Compute."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    arrays: tuple[bytes, ...]
+    """int32, in the order of StepInput's fields."""
+    visual: tuple[int, int] | None = None
+    """Shape of the image embeddings that rank 0 broadcasts on its stage."""
+    draws: tuple[WireDraw, ...] = ()
+    """For the last stage, if that is not rank 0's own."""
+    published: tuple[Published, ...] = ()
+
+    def input(self) -> StepInput:
+        """The arrays."""
+        parts = {name: np.frombuffer(data, dtype=np.int32).reshape(shape)
+                 for name, shape, data in zip(_ARRAYS, self.shapes, self.arrays, strict=True)}
+        return StepInput(**parts)
+
+
+class CopyBlock(Entry):
+    """Copy keys and values of a block."""
+
+    source: int
+    target: int
+
+
+class CopyState(Entry):
+    """Copy the states of a slot."""
+
+    source: int
+    target: int
+
+
+class Beat(Entry):
+    """Nothing: whoever says nothing for too long is lost."""
+
+
+# Up -------------------------------------------------------------------------------------------------------------------
+
+
+class Tokens(Entry):
+    """What the last stage drew, in the order of the draws."""
+
+    drawn: tuple[tuple[int | None, Logprobs | None], ...]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def step(input: StepInput, *, visual: tuple[int, int] | None, draws: Sequence[Draw], published: Sequence[Published]) -> Step:
+    """For the log."""
+    arrays = [np.ascontiguousarray(getattr(input, name), dtype=np.int32) for name in _ARRAYS]
+    return Step(shapes=tuple(array.shape for array in arrays), arrays=tuple(array.tobytes() for array in arrays), visual=visual,
+                draws=tuple(map(_to_wire, draws)), published=tuple(published))
+
+
+def draws_of(entry: Step, device: torch.device) -> list[Draw]:
+    """What a step draws, for the sampler."""
+    return [Draw(row=one.row, how=sampler.Draw(
+        params=one.params, choice=one.choice, index=one.index, barred=frozenset(one.barred), outputs=one.outputs,
+        prompt=None if one.prompt is None else torch.tensor(np.frombuffer(one.prompt, dtype=np.int32).astype(np.int64),
+                                                            device=device))) for one in entry.draws]
+
+
+def tokens(drawn: Sequence[Drawn]) -> Tokens:
+    """For rank 0."""
+    return Tokens(drawn=tuple((one.token, one.logprobs) for one in drawn))
+
+
+def _to_wire(draw: Draw) -> WireDraw:
+    how = draw.how
+    prompt = how.prompt.to("cpu", torch.int32).numpy().tobytes() if how.prompt is not None else None
+    return WireDraw(row=draw.row, params=how.params, choice=how.choice, index=how.index, barred=tuple(sorted(how.barred)),
+                    prompt=prompt, outputs=() if how.plain else tuple(how.outputs))

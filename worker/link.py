@@ -1,0 +1,234 @@
+"""The connections between rank 0 of a replica and its other ranks: ordered, typed, and lost when one end falls silent.
+
+A frame is its length (u32, little endian) and a msgpack entry. Rank 0 listens; the others say who they are and are welcomed, or
+refused with the reason. Knows no engine and no transfer. Plain sockets, since the engine's thread must not wait for an event loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import msgspec
+
+from slipstream.engine.log import Beat, Entry
+from slipstream.errors import GangError
+
+logger = logging.getLogger(__name__)
+
+Down = TypeVar("Down", bound=Entry)
+Up = TypeVar("Up", bound=Entry)
+
+SILENCE_SECONDS = 5.0
+BEAT_SECONDS = 1.0
+MAX_FRAME_BYTES = 1 << 30
+
+_LENGTH = struct.Struct("<I")
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True):
+    """Who connects."""
+
+    rank: int
+    world: int
+    epoch: int
+    fingerprint: str
+    """Of the model, the geometry and the memory: equal on all ranks."""
+    address: str
+    """Of its CacheStore."""
+
+
+class Welcome(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer."""
+
+    problem: str = ""
+    """Why it is refused."""
+    store_port: int = 0
+    """Of the rendezvous of the tensor ranks."""
+
+
+class _Wire:
+    """One socket with frames."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.settimeout(SILENCE_SECONDS)
+        self.sock = sock
+        self._writing = threading.Lock()
+
+    def write(self, data: bytes) -> None:
+        with self._writing:
+            self.sock.sendall(_LENGTH.pack(len(data)) + data)
+
+    def read(self) -> bytes:
+        (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
+        if length > MAX_FRAME_BYTES:
+            raise GangError(f"a frame of {length} bytes between ranks; the limit is {MAX_FRAME_BYTES}")
+        return self._exactly(length)
+
+    def _exactly(self, count: int) -> bytes:
+        parts = bytearray()
+        while len(parts) < count:
+            part = self.sock.recv(min(count - len(parts), 1 << 20))
+            if not part:
+                raise GangError("the other rank has ended")
+            parts += part
+        return bytes(parts)
+
+    def close(self) -> None:
+        self.sock.close()
+
+
+class Leader(Generic[Down, Up]):
+    """Rank 0's end of all connections."""
+
+    def __init__(self, host: str, port: int, *, world: int, epoch: int, fingerprint: str, up: object) -> None:
+        """Listens at once; `port` 0: any free one. `up`: the union of the entries that followers send. Raises GangError."""
+        self._world, self._epoch, self._fingerprint = world, epoch, fingerprint
+        self._decoder: msgspec.msgpack.Decoder[Up] = msgspec.msgpack.Decoder(up)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._order = threading.Lock()
+        self._wires: dict[int, _Wire] = {}
+        self._closed = threading.Event()
+        try:
+            self._server = socket.create_server((host, port))
+        except OSError as error:
+            raise GangError(f"rank 0 cannot listen on {host}:{port}: {error}") from error
+        self.port: int = self._server.getsockname()[1]
+
+    def gather(self, timeout_seconds: float, store_port: int) -> list[str]:
+        """Wait for every other rank; the addresses of their CacheStores, in the order of the ranks. Raises GangError."""
+        deadline = time.monotonic() + timeout_seconds
+        addresses: dict[int, str] = {}
+        while len(addresses) < self._world - 1:
+            missing = sorted(set(range(1, self._world)) - addresses.keys())
+            self._server.settimeout(max(0.01, deadline - time.monotonic()))
+            try:
+                sock, _ = self._server.accept()
+            except TimeoutError:
+                raise GangError(f"ranks {missing} of {self._world} did not come within {timeout_seconds:.0f} s") from None
+            wire = _Wire(sock)
+            try:
+                hello = msgspec.msgpack.decode(wire.read(), type=Hello)
+                problem = self._problem(hello, addresses)
+                wire.write(self._encoder.encode(Welcome(problem=problem, store_port=store_port)))
+            except (OSError, GangError, msgspec.MsgspecError) as error:
+                problem = f"said no Hello: {error}"
+            if problem:
+                logger.warning("a rank was refused: %s", problem)
+                wire.close()
+                continue
+            addresses[hello.rank], self._wires[hello.rank] = hello.address, wire
+        self._server.close()
+        return [addresses[rank] for rank in range(1, self._world)]
+
+    def _problem(self, hello: Hello, known: dict[int, str]) -> str:
+        if hello.epoch != self._epoch:
+            return f"rank {hello.rank} is of epoch {hello.epoch}, this replica of {self._epoch}"
+        if hello.world != self._world or not 0 < hello.rank < self._world:
+            return f"rank {hello.rank} of {hello.world}; this replica has {self._world}"
+        if hello.rank in known:
+            return f"rank {hello.rank} is here already"
+        if hello.fingerprint != self._fingerprint:
+            return f"rank {hello.rank} serves another model, or is cut or configured otherwise"
+        return ""
+
+    def start(self, on_entry: Callable[[int, Up], None], on_lost: Callable[[str], None]) -> None:
+        """Begin to listen to the ranks. `on_entry(rank, entry)` is called on threads of their own, `on_lost` at most once each."""
+        for rank, wire in self._wires.items():
+            threading.Thread(target=self._listen, args=(rank, wire, on_entry, on_lost), name=f"rank {rank}", daemon=True).start()
+        threading.Thread(target=_beat, args=(lambda: self.append(Beat()), self._closed), name="beat", daemon=True).start()
+
+    def append(self, entry: Entry) -> None:
+        """Tell every rank, in the same order whoever calls. Raises GangError if one does not take it."""
+        data = self._encoder.encode(entry)
+        with self._order:
+            for rank, wire in self._wires.items():
+                try:
+                    wire.write(data)
+                except OSError as error:
+                    raise GangError(f"rank {rank} takes nothing any more: {error}") from error
+
+    def close(self) -> None:
+        """End all connections; the other ranks end with them."""
+        self._closed.set()
+        self._server.close()
+        for wire in self._wires.values():
+            wire.close()
+
+    def _listen(self, rank: int, wire: _Wire, on_entry: Callable[[int, Up], None], on_lost: Callable[[str], None]) -> None:
+        try:
+            while True:
+                entry = self._decoder.decode(wire.read())
+                if not isinstance(entry, Beat):
+                    on_entry(rank, entry)
+        except (OSError, GangError, msgspec.MsgspecError) as error:
+            if not self._closed.is_set():
+                on_lost(f"rank {rank} is lost: {error}")
+
+
+class Follower(Generic[Down]):
+    """Another rank's end of its connection."""
+
+    def __init__(self, host: str, port: int, hello: Hello, *, down: object, timeout_seconds: float) -> None:
+        """Tries until rank 0 listens. `down`: the union of the entries that it sends. Raises GangError."""
+        self._decoder: msgspec.msgpack.Decoder[Down] = msgspec.msgpack.Decoder(down)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._closed = threading.Event()
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            try:
+                self._wire = _Wire(socket.create_connection((host, port), timeout=SILENCE_SECONDS))
+                break
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise GangError(f"rank 0 does not answer at {host}:{port}: {error}") from error
+                time.sleep(0.1)
+        try:
+            self._wire.write(self._encoder.encode(hello))
+            self._wire.sock.settimeout(max(SILENCE_SECONDS, deadline - time.monotonic()))
+            self.welcome = msgspec.msgpack.decode(self._wire.read(), type=Welcome)
+        except (OSError, GangError, msgspec.MsgspecError) as error:
+            raise GangError(f"rank 0 at {host}:{port} left: {error}") from error
+        if self.welcome.problem:
+            raise GangError(f"rank 0 refused: {self.welcome.problem}")
+
+    def start(self) -> None:
+        """Begin to be heard; from now on silence is a loss."""
+        self._wire.sock.settimeout(SILENCE_SECONDS)
+        threading.Thread(target=_beat, args=(lambda: self.say(Beat()), self._closed), name="beat", daemon=True).start()
+
+    def read(self) -> Down:
+        """The next entry. Raises GangError when rank 0 has ended or is silent."""
+        while True:
+            try:
+                entry = self._decoder.decode(self._wire.read())
+            except (OSError, msgspec.MsgspecError) as error:
+                raise GangError(f"rank 0 is lost: {error}") from error
+            if not isinstance(entry, Beat):
+                return entry
+
+    def say(self, entry: Entry) -> None:
+        """Tell rank 0. Raises GangError."""
+        try:
+            self._wire.write(self._encoder.encode(entry))
+        except OSError as error:
+            raise GangError(f"rank 0 takes nothing any more: {error}") from error
+
+    def close(self) -> None:
+        """End the connection."""
+        self._closed.set()
+        self._wire.close()
+
+
+def _beat(beat: Callable[[], None], closed: threading.Event) -> None:
+    while not closed.wait(BEAT_SECONDS):
+        try:
+            beat()
+        except GangError:
+            return  # whoever listens says so
