@@ -91,7 +91,9 @@ class Engine:
                               f"({config.max_batch_tokens})", field="engine.max_running")
         device = device or torch.device("cpu")
         snapshots = state_snapshots if checkpoint.has_linear_layers and config.prefix_cache else 0
-        self.caches: tuple[LayerCache, ...] = cache_memory.allocate(checkpoint, config, snapshots, dtype, device)
+        running = cache_memory.num_state_slots(checkpoint, config)
+        self.caches: tuple[LayerCache, ...] = cache_memory.allocate(checkpoint.layers, config, running + snapshots, dtype,
+                                                                     device)
         self.max_context = min(config.max_context or checkpoint.max_context, checkpoint.max_context)
         self._checkpoint = checkpoint
         self.kernels = model.kernels.rows()
@@ -99,7 +101,7 @@ class Engine:
         self._sees = isinstance(model, VisionModel)
         self._clock = clock
         blocks = BlockPool(cache_memory.num_blocks(config), config.block_size)
-        slots = StatePool(cache_memory.num_state_slots(checkpoint, config))
+        slots = StatePool(running)
         self._memory = Memory(blocks, slots, PrefixCache(blocks, StatePool(snapshots, first=slots.total),
                                                          enabled=config.prefix_cache),
                               cache_memory.CacheCopier(self.caches), growth_tokens=config.growth_tokens)

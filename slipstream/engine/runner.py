@@ -57,6 +57,7 @@ class Runner:
         try:
             batch = batches.build(chunks, prompts, self._block_size, self._device)
             logits = self._model.forward(batch, self._caches, lambda layer: _publish(layer, chunks, prompts, result))
+            assert logits is not None
             self._sample(logits, draws, prompts, result)
         except Exception as error:
             for chunk in chunks:
