@@ -114,6 +114,12 @@ class LeaseExpiredError(UnavailableError):
     code = "lease_expired"
 
 
+class GangError(UnavailableError):
+    """A rank of this replica is lost, or the ranks do not agree: the whole replica ends, and is started again."""
+
+    code = "gang"
+
+
 class LaunchError(SlipstreamError):
     """A process of the deployment did not start, or nothing serves where it was looked for; the text says what to look at."""
 

@@ -141,7 +141,7 @@ class Leader(Generic[Down, Up]):
     def start(self, on_entry: Callable[[int, Up], None], on_lost: Callable[[str], None]) -> None:
         """Begin to listen to the ranks. `on_entry(rank, entry)` is called on threads of their own, `on_lost` at most once each."""
         for rank, wire in self._wires.items():
-            threading.Thread(target=self._listen, args=(rank, wire, on_entry, on_lost), name=f"rank {rank}", daemon=True).start()
+            threading.Thread(target=self._listen, args=(rank, wire, on_entry, on_lost), daemon=True).start()
         threading.Thread(target=_beat, args=(lambda: self.append(Beat()), self._closed), name="beat", daemon=True).start()
 
     def append(self, entry: Entry) -> None:

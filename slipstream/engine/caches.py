@@ -10,7 +10,7 @@ from slipstream.checkpoint import Checkpoint
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.layers.batch import AttentionCache, LayerCache, LinearCache
-from slipstream.types import AttentionLayer
+from slipstream.types import AttentionLayer, LayerSpec
 
 
 def num_blocks(config: EngineConfig) -> int:
@@ -27,15 +27,15 @@ def num_state_slots(checkpoint: Checkpoint, config: EngineConfig) -> int:
     return config.max_running if checkpoint.has_linear_layers else 0
 
 
-def allocate(checkpoint: Checkpoint, config: EngineConfig, snapshots: int, dtype: torch.dtype, device: torch.device
+def allocate(layers: Sequence[LayerSpec], config: EngineConfig, slots: int, dtype: torch.dtype, device: torch.device
              ) -> tuple[LayerCache, ...]:
-    """One cache per layer in checkpoint order: `kv` [N, 2, P, H, D] and `conv` [Z, C, W - 1] in `dtype`, `recurrent`
-    [Z, V, K, E] in float32; the last `snapshots` of the Z slots are for snapshots. Raises ConfigError if there is no memory
-    for them."""
-    blocks, slots = num_blocks(config), num_state_slots(checkpoint, config) + snapshots
+    """One cache for each of this rank's `layers`, in their order: `kv` [N, 2, P, H, D] and `conv` [Z, C, W - 1] in `dtype`,
+    `recurrent` [Z, V, K, E] in float32, with Z = `slots`, snapshots included. Raises ConfigError if there is no memory for
+    them."""
+    blocks = num_blocks(config)
     caches: list[LayerCache] = []
     try:
-        for layer in checkpoint.layers:
+        for layer in layers:
             if isinstance(layer, AttentionLayer):
                 shape = (blocks, 2, config.block_size, layer.kv_heads, layer.head_size)
                 caches.append(AttentionCache(kv=torch.zeros(shape, dtype=dtype, device=device)))

@@ -19,7 +19,8 @@ from slipstream.checkpoint import Checkpoint
 from slipstream.config import EngineConfig
 from slipstream.engine import caches as cache_memory
 from slipstream.engine.block_pool import BlockPool
-from slipstream.engine.executor import Executor, LocalExecutor
+from slipstream.engine.executor import RankExecutor
+from slipstream.engine.gang import LeadingExecutor, Log
 from slipstream.engine.ledger import Owner
 from slipstream.engine.memory import Memory
 from slipstream.engine.params import check_params
@@ -39,6 +40,7 @@ from slipstream.errors import (
     SlipstreamError,
 )
 from slipstream.layers.batch import LayerCache
+from slipstream.layers.parallel import Communicator
 from slipstream.models.registry import LanguageModel, VisionModel
 from slipstream.types import EngineCounters, EngineLoad, MropeState, RequestId, TokenEvent
 
@@ -84,16 +86,20 @@ class Engine:
 
     def __init__(self, model: LanguageModel, checkpoint: Checkpoint, config: EngineConfig, *, parked_fraction: float = 1.0,
                  state_snapshots: int | None = None, dtype: torch.dtype = torch.float32, device: torch.device | None = None,
-                 executor: Executor | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+                 comm: Communicator | None = None, log: Log | None = None,
+                 clock: Callable[[], float] = time.monotonic) -> None:
         """`dtype`: of the KV and conv caches, the model's own. `parked_fraction`: share of the blocks, and of the slots, that
-        prompts without a ready destination may hold. `state_snapshots`: None as `config` says. Raises ConfigError."""
+        prompts without a ready destination may hold. `state_snapshots`: None as `config` says. `comm`, `log`: of rank 0 of a
+        replica of several ranks. Raises ConfigError."""
         state_snapshots = config.state_snapshots if state_snapshots is None else state_snapshots
         if config.max_running > config.max_batch_tokens:
             raise ConfigError(f"engine.max_running ({config.max_running}) must not exceed engine.max_batch_tokens "
                               f"({config.max_batch_tokens})", field="engine.max_running")
         device = device or torch.device("cpu")
         snapshots = state_snapshots if checkpoint.has_linear_layers and config.prefix_cache else 0
-        self.caches: tuple[LayerCache, ...] = cache_memory.allocate(checkpoint, config, snapshots, dtype, device)
+        running = cache_memory.num_state_slots(checkpoint, config)
+        layers = checkpoint.layers if comm is None else comm.shard.specs(checkpoint.layers)
+        self.caches: tuple[LayerCache, ...] = cache_memory.allocate(layers, config, running + snapshots, dtype, device)
         self.max_context = min(config.max_context or checkpoint.max_context, checkpoint.max_context)
         self._checkpoint = checkpoint
         self.kernels = model.kernels.rows()
@@ -101,8 +107,9 @@ class Engine:
         self._sees = isinstance(model, VisionModel)
         self._clock = clock
         blocks = BlockPool(cache_memory.num_blocks(config), config.block_size)
-        slots = StatePool(cache_memory.num_state_slots(checkpoint, config))
-        executor = executor or LocalExecutor(model, self.caches, config.block_size, device)
+        slots = StatePool(running)
+        local = RankExecutor(model, self.caches, config.block_size, device, comm, hidden=(checkpoint.hidden_size, dtype))
+        executor = local if log is None else LeadingExecutor(local, log)
         self._memory = Memory(blocks, slots, PrefixCache(blocks, StatePool(snapshots, first=slots.total),
                                                          enabled=config.prefix_cache),
                               executor, growth_tokens=config.growth_tokens)

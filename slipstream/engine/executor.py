@@ -15,8 +15,9 @@ from slipstream.engine import sampler
 from slipstream.engine.batch import StepInput
 from slipstream.engine.caches import CacheCopier
 from slipstream.layers.batch import LayerCache
+from slipstream.layers.parallel import Communicator
 from slipstream.models.registry import LanguageModel
-from slipstream.types import Logprobs
+from slipstream.types import Logprobs, RequestId
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,17 @@ class Draw:
     how: sampler.Draw
 
 
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """What a step makes final of a prompt that travels."""
+
+    request: RequestId
+    tokens: int
+    """Of the prompt, from its start."""
+    last: bool
+    """Its states are final too."""
+
+
 OnLayer = Callable[[int], None]
 Result = Callable[[], list[Drawn]]
 """Waits for the end of a step."""
@@ -55,33 +67,47 @@ class Executor(Protocol):
     def copy_state(self, source: int, target: int) -> None:
         """Conv and recurrent states of one slot in every layer."""
 
-    def start(self, step: StepInput, embeds: torch.Tensor | None, draws: Sequence[Draw], on_layer: OnLayer) -> Result:
-        """Begin a step; results come in the order of the starts. `on_layer(i)`: layer i of this rank has written its caches."""
+    def start(self, step: StepInput, embeds: torch.Tensor | None, draws: Sequence[Draw], published: Sequence[Published],
+              on_layer: OnLayer) -> Result:
+        """Begin a step; results come in the order of the starts. `published`: for the other ranks; `on_layer(i)`: layer i of
+        this rank has written its caches."""
 
 
-class LocalExecutor(CacheCopier):
-    """One rank that is a whole replica; implements Executor."""
+class RankExecutor(CacheCopier):
+    """One rank's part of every step; implements Executor for a replica of one rank."""
 
     depth = 1
 
-    def __init__(self, model: LanguageModel, caches: Sequence[LayerCache], block_size: int, device: torch.device) -> None:
+    def __init__(self, model: LanguageModel, caches: Sequence[LayerCache], block_size: int, device: torch.device,
+                 comm: Communicator | None, *, hidden: tuple[int, torch.dtype]) -> None:
+        """`comm` None: the only rank. `hidden`: channels and dtype of what stages hand on."""
         super().__init__(caches)
+        self.device = device
+        self.shard = comm.shard if comm is not None else None
         self._model = model
         self._block_size = block_size
-        self._device = device
+        self._comm = comm
+        self._hidden = hidden
 
-    def start(self, step: StepInput, embeds: torch.Tensor | None, draws: Sequence[Draw], on_layer: OnLayer) -> Result:
+    def start(self, step: StepInput, embeds: torch.Tensor | None, draws: Sequence[Draw], published: Sequence[Published],
+              on_layer: OnLayer) -> Result:
         """See Executor; the step is over when this returns."""
         drawn = self.run(step, embeds, draws, on_layer)
         return lambda: drawn
 
     def run(self, step: StepInput, embeds: torch.Tensor | None, draws: Sequence[Draw], on_layer: OnLayer) -> list[Drawn]:
-        """Compute, copy what is to be kept, draw."""
-        batch = step.on(self._device, self._block_size, embeds)
-        logits = self._model.forward(batch, self._caches, on_layer)
+        """Compute, copy what is to be kept, draw if the logits come out here. `embeds`: on rank 0, if there are image rows."""
+        hidden = None
+        size, dtype = self._hidden
+        if self._comm is not None:
+            if not self._comm.shard.first:
+                hidden = self._comm.recv((len(step.token_ids), size), dtype)
+            elif len(step.visual_rows):
+                embeds = self._comm.broadcast(embeds, (len(step.visual_rows), size), dtype)
+        logits = self._model.forward(step.on(self.device, self._block_size, embeds), self._caches, on_layer, hidden=hidden)
         for source, target in step.copies.tolist():
             self.copy_state(source, target)
-        return draw(logits, draws)
+        return draw(logits, draws) if logits is not None else []
 
 
 def draw(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Drawn]:

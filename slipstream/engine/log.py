@@ -14,7 +14,7 @@ import torch
 
 from slipstream.engine import sampler
 from slipstream.engine.batch import StepInput
-from slipstream.engine.executor import Draw, Drawn
+from slipstream.engine.executor import Draw, Drawn, Published
 from slipstream.types import Logprobs, SamplingParams
 
 _ARRAYS = tuple(field.name for field in fields(StepInput))
@@ -37,27 +37,15 @@ class WireDraw(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     outputs: tuple[int, ...] = ()
 
 
-class Published(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step makes final of a prompt that travels."""
-
-    request: str
-    tokens: int
-    """Of the prompt, from its start."""
-    last: bool
-    """Its states are final too."""
-
-
 # Down -----------------------------------------------------------------------------------------------------------------
 
 
-class Step(Entry):
+class Step(Entry, frozen=True):
     """Compute."""
 
     shapes: tuple[tuple[int, ...], ...]
     arrays: tuple[bytes, ...]
     """int32, in the order of StepInput's fields."""
-    visual: tuple[int, int] | None = None
-    """Shape of the image embeddings that rank 0 broadcasts on its stage."""
     draws: tuple[WireDraw, ...] = ()
     """For the last stage, if that is not rank 0's own."""
     published: tuple[Published, ...] = ()
@@ -69,28 +57,28 @@ class Step(Entry):
         return StepInput(**parts)
 
 
-class CopyBlock(Entry):
+class CopyBlock(Entry, frozen=True):
     """Copy keys and values of a block."""
 
     source: int
     target: int
 
 
-class CopyState(Entry):
+class CopyState(Entry, frozen=True):
     """Copy the states of a slot."""
 
     source: int
     target: int
 
 
-class Beat(Entry):
+class Beat(Entry, frozen=True):
     """Nothing: whoever says nothing for too long is lost."""
 
 
 # Up -------------------------------------------------------------------------------------------------------------------
 
 
-class Tokens(Entry):
+class Tokens(Entry, frozen=True):
     """What the last stage drew, in the order of the draws."""
 
     drawn: tuple[tuple[int | None, Logprobs | None], ...]
@@ -99,10 +87,10 @@ class Tokens(Entry):
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def step(input: StepInput, *, visual: tuple[int, int] | None, draws: Sequence[Draw], published: Sequence[Published]) -> Step:
+def step(input: StepInput, *, draws: Sequence[Draw], published: Sequence[Published]) -> Step:
     """For the log."""
     arrays = [np.ascontiguousarray(getattr(input, name), dtype=np.int32) for name in _ARRAYS]
-    return Step(shapes=tuple(array.shape for array in arrays), arrays=tuple(array.tobytes() for array in arrays), visual=visual,
+    return Step(shapes=tuple(array.shape for array in arrays), arrays=tuple(array.tobytes() for array in arrays),
                 draws=tuple(map(_to_wire, draws)), published=tuple(published))
 
 

@@ -11,9 +11,9 @@ import torch
 from slipstream.engine import batch as batches
 from slipstream.engine import sampler
 from slipstream.engine.budget import Chunk
-from slipstream.engine.executor import Draw, Drawn, Executor, Result
+from slipstream.engine.executor import Draw, Drawn, Executor, Published, Result
 from slipstream.engine.prompt import Prompt
-from slipstream.errors import InternalError, SlipstreamError
+from slipstream.errors import GangError, InternalError, SlipstreamError
 from slipstream.models.registry import LanguageModel, VisionModel
 from slipstream.types import Logprobs, RequestId
 
@@ -77,7 +77,11 @@ class Runner:
             run.draws = [(chunk, choice) for chunk in samples for choice in chunk.sequence.choices]
             draws = [Draw(row=row, how=self._how(chunk, choice, prompts[chunk.sequence.id]))
                      for row, chunk in enumerate(samples) for choice in chunk.sequence.choices]
-            run.wait = self._executor.start(step, embeds, draws, publish)
+            published = [Published(request=chunk.sequence.id, tokens=chunk.end, last=chunk.samples)
+                         for chunk, publisher in publishers if publisher is not None]
+            run.wait = self._executor.start(step, embeds, draws, published, publish)
+        except GangError:
+            raise  # the ranks may not agree any more
         except Exception as error:
             run.fail(error)
         return run
@@ -122,6 +126,8 @@ class Run:
         if self.wait is not None:
             try:
                 drawn = self.wait()
+            except GangError:
+                raise
             except Exception as error:
                 self.fail(error)
         result, tokens = self.result, dict[int, list[int]]()

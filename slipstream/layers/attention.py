@@ -8,23 +8,31 @@ from torch import Tensor, nn
 from slipstream.checkpoint import Checkpoint
 from slipstream.kernels.dispatch import Kernels
 from slipstream.layers.batch import AttentionCache, ForwardBatch
+from slipstream.layers.linear import ColumnLinear, Cut, RowLinear
 from slipstream.layers.norm import RMSNorm
+from slipstream.layers.parallel import Communicator
 from slipstream.types import AttentionLayer
 
 
 class Attention(nn.Module):
-    """`gated`: q_proj yields, per head, the query and a gate whose sigmoid scales the head's output (Qwen3.5)."""
+    """`gated`: q_proj yields, per head, the query and a gate whose sigmoid scales the head's output (Qwen3.5).
 
-    def __init__(self, checkpoint: Checkpoint, layer: AttentionLayer, kernels: Kernels, *, gated: bool,
+    A tensor rank has its own query heads and the key and value heads that they read.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, layer: AttentionLayer, kernels: Kernels, comm: Communicator, *, gated: bool,
                  unit_offset: bool) -> None:
         super().__init__()
         self.kernels = kernels
-        hidden, bias = checkpoint.hidden_size, checkpoint.attention_bias
-        self.heads, self.kv_heads, self.head_size, self.gated = checkpoint.num_heads, layer.kv_heads, layer.head_size, gated
-        self.q_proj = nn.Linear(hidden, self.heads * self.head_size * (2 if gated else 1), bias=bias)
-        self.k_proj = nn.Linear(hidden, self.kv_heads * self.head_size, bias=bias)
-        self.v_proj = nn.Linear(hidden, self.kv_heads * self.head_size, bias=bias)
-        self.o_proj = nn.Linear(self.heads * self.head_size, hidden, bias=bias)
+        hidden, bias, size = checkpoint.hidden_size, checkpoint.attention_bias, layer.head_size
+        query = Cut.heads(checkpoint.num_heads, comm.shard, size)
+        kv = Cut.heads(layer.kv_heads, comm.shard, size)
+        self.heads, self.kv_heads, self.head_size, self.gated = len(query) // size, len(kv) // size, size, gated
+        wide = Cut.heads(checkpoint.num_heads, comm.shard, 2 * size) if gated else query
+        self.q_proj = ColumnLinear(hidden, wide, bias=bias)
+        self.k_proj = ColumnLinear(hidden, kv, bias=bias)
+        self.v_proj = ColumnLinear(hidden, kv, bias=bias)
+        self.o_proj = RowLinear(query, hidden, comm, bias=bias)
         self.q_norm = RMSNorm(kernels, self.head_size, checkpoint.rms_norm_eps, unit_offset)
         self.k_norm = RMSNorm(kernels, self.head_size, checkpoint.rms_norm_eps, unit_offset)
 

@@ -12,15 +12,18 @@ from torch import Tensor, nn
 from slipstream.checkpoint import Checkpoint
 from slipstream.kernels.dispatch import Kernels
 from slipstream.layers.batch import ForwardBatch, LinearCache
+from slipstream.layers.linear import ColumnLinear, Cut, RowLinear
+from slipstream.layers.parallel import Communicator
+from slipstream.sharding import local_spec
 from slipstream.types import LinearLayer
 
 
 class ConvWeight(nn.Module):
     """The depthwise kernel, stored [C, 1, W]."""
 
-    def __init__(self, channels: int, width: int) -> None:
+    def __init__(self, channels: Cut, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, 1, width), requires_grad=False)
+        self.weight = channels.parameter(1, width)
 
 
 class GatedNorm(nn.Module):
@@ -38,23 +41,30 @@ class GatedNorm(nn.Module):
 
 
 class GatedDeltaNet(nn.Module):
-    """One linear-attention layer. States are read from the sequence's source and written to its slot."""
+    """One linear-attention layer. States are read from the sequence's source and written to its slot.
 
-    def __init__(self, checkpoint: Checkpoint, layer: LinearLayer, kernels: Kernels) -> None:
+    A tensor rank has its own value heads and the key heads that they read; `spec` counts those of this rank.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, layer: LinearLayer, kernels: Kernels, comm: Communicator) -> None:
         super().__init__()
         self.kernels = kernels
-        hidden = checkpoint.hidden_size
-        self.spec = layer
-        channels, values = sum(layer.conv_segments), layer.value_heads * layer.value_head_size
-        self.in_proj_qkv = nn.Linear(hidden, channels, bias=False)
-        self.in_proj_z = nn.Linear(hidden, values, bias=False)
-        self.in_proj_b = nn.Linear(hidden, layer.value_heads, bias=False)
-        self.in_proj_a = nn.Linear(hidden, layer.value_heads, bias=False)
-        self.conv1d = ConvWeight(channels, layer.conv_width)
-        self.A_log = nn.Parameter(torch.empty(layer.value_heads), requires_grad=False)
-        self.dt_bias = nn.Parameter(torch.empty(layer.value_heads), requires_grad=False)
+        hidden, shard = checkpoint.hidden_size, comm.shard
+        local = local_spec(layer, shard.tp, shard.tp_rank)
+        assert isinstance(local, LinearLayer)
+        self.spec = local
+        heads = Cut.heads(layer.value_heads, shard)
+        key = Cut.heads(layer.key_heads, shard, layer.key_head_size)
+        value = Cut.heads(layer.value_heads, shard, layer.value_head_size)
+        self.in_proj_qkv = ColumnLinear(hidden, key + key + value)
+        self.in_proj_z = ColumnLinear(hidden, value)
+        self.in_proj_b = ColumnLinear(hidden, heads)
+        self.in_proj_a = ColumnLinear(hidden, heads)
+        self.conv1d = ConvWeight(key + key + value, layer.conv_width)
+        self.A_log = heads.parameter()
+        self.dt_bias = heads.parameter()
         self.norm = GatedNorm(kernels, layer.value_head_size, checkpoint.rms_norm_eps)
-        self.out_proj = nn.Linear(values, hidden, bias=False)
+        self.out_proj = RowLinear(value, hidden, comm)
 
     def forward(self, x: Tensor, batch: ForwardBatch, cache: LinearCache) -> Tensor:
         """[T, hidden] -> [T, hidden]; leaves in each slot the state after the sequence's last row."""

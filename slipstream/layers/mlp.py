@@ -5,17 +5,20 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from slipstream.kernels.dispatch import Kernels
+from slipstream.layers.linear import ColumnLinear, Cut, RowLinear
+from slipstream.layers.parallel import Communicator
 
 
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, kernels: Kernels, hidden: int, intermediate: int) -> None:
+    def __init__(self, kernels: Kernels, hidden: int, intermediate: int, comm: Communicator) -> None:
         super().__init__()
         self.kernels = kernels
-        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
-        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
-        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
+        channels = Cut.heads(intermediate, comm.shard)
+        self.gate_proj = ColumnLinear(hidden, channels)
+        self.up_proj = ColumnLinear(hidden, channels)
+        self.down_proj = RowLinear(channels, hidden, comm)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] -> the same."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -14,10 +13,11 @@ from slipstream.errors import CheckpointError
 from slipstream.kernels.dispatch import Kernels
 from slipstream.layers.attention import Attention
 from slipstream.layers.batch import AttentionCache, ForwardBatch, LayerCache, LinearCache
-from slipstream.layers.embedding import empty_embedding
+from slipstream.layers.embedding import Vocabulary
 from slipstream.layers.gated_delta import GatedDeltaNet
 from slipstream.layers.mlp import GatedMLP
 from slipstream.layers.norm import RMSNorm
+from slipstream.layers.parallel import Alone, Communicator
 from slipstream.layers.rope import Rotary
 from slipstream.models.vision import VisionTower
 from slipstream.types import AttentionLayer, LayerSpec
@@ -26,14 +26,15 @@ from slipstream.types import AttentionLayer, LayerSpec
 class DecoderLayer(nn.Module):
     """Pre-norm: mixer (attention or Gated DeltaNet), then SwiGLU."""
 
-    def __init__(self, checkpoint: Checkpoint, spec: LayerSpec, kernels: Kernels, *, qwen3_5: bool) -> None:
+    def __init__(self, checkpoint: Checkpoint, spec: LayerSpec, kernels: Kernels, comm: Communicator, *,
+                 qwen3_5: bool) -> None:
         super().__init__()
         if isinstance(spec, AttentionLayer):
-            self.self_attn = Attention(checkpoint, spec, kernels, gated=qwen3_5, unit_offset=qwen3_5)
+            self.self_attn = Attention(checkpoint, spec, kernels, comm, gated=qwen3_5, unit_offset=qwen3_5)
         else:
-            self.linear_attn = GatedDeltaNet(checkpoint, spec, kernels)
+            self.linear_attn = GatedDeltaNet(checkpoint, spec, kernels, comm)
         self.is_attention = isinstance(spec, AttentionLayer)
-        self.mlp = GatedMLP(kernels, checkpoint.hidden_size, checkpoint.intermediate_size)
+        self.mlp = GatedMLP(kernels, checkpoint.hidden_size, checkpoint.intermediate_size, comm)
         self.input_layernorm = RMSNorm(kernels, checkpoint.hidden_size, checkpoint.rms_norm_eps, qwen3_5)
         self.post_attention_layernorm = RMSNorm(kernels, checkpoint.hidden_size, checkpoint.rms_norm_eps, qwen3_5)
 
@@ -55,54 +56,72 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, layers and final norm."""
+    """What one rank holds of embedding, layers and final norm; layers are numbered as in the checkpoint."""
 
-    def __init__(self, checkpoint: Checkpoint, kernels: Kernels, *, qwen3_5: bool) -> None:
+    def __init__(self, checkpoint: Checkpoint, kernels: Kernels, comm: Communicator, *, qwen3_5: bool) -> None:
         super().__init__()
-        self.embed_tokens = empty_embedding(checkpoint.vocab_size, checkpoint.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(checkpoint, spec, kernels, qwen3_5=qwen3_5) for spec in checkpoint.layers)
-        self.norm = RMSNorm(kernels, checkpoint.hidden_size, checkpoint.rms_norm_eps, qwen3_5)
+        self.shard = comm.shard
+        if self.shard.first or (self.shard.last and checkpoint.tie_embeddings):  # a tied head is a copy of the embedding
+            self.embed_tokens = Vocabulary(checkpoint.vocab_size, checkpoint.hidden_size, comm)
+        self.layers = nn.ModuleDict({str(i): DecoderLayer(checkpoint, checkpoint.layers[i], kernels, comm, qwen3_5=qwen3_5)
+                                     for i in self.shard.layers})
+        if self.shard.last:
+            self.norm = RMSNorm(kernels, checkpoint.hidden_size, checkpoint.rms_norm_eps, qwen3_5)
         self.rotary = Rotary(checkpoint.rope)
 
-    def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache], on_layer: Callable[[int], None] | None) -> Tensor:
-        """Hidden states of `batch.logit_rows`, [R, hidden]."""
-        x = self.embed_tokens(batch.token_ids)
+    def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache], on_layer: Callable[[int], None] | None,
+                hidden: Tensor | None) -> Tensor:
+        """Hidden states [T, hidden] after the stage's layers; on the last stage normed, and only of `batch.logit_rows`."""
+        x = self._embed(batch) if self.shard.first else hidden
+        assert x is not None
+        rope = self.rotary(batch.positions, x.dtype)
+        for i, layer, cache in zip(self.shard.layers, self.layers.values(), caches, strict=True):
+            assert isinstance(layer, DecoderLayer)
+            x = layer.mix(x, rope, batch, cache)
+            if on_layer is not None:
+                on_layer(i)
+            if self.shard.last and i == self.shard.layers[-1]:
+                x = x[batch.logit_rows]
+            x = layer(x)
+        result: Tensor = self.norm(x) if self.shard.last else x
+        return result
+
+    def _embed(self, batch: ForwardBatch) -> Tensor:
+        x: Tensor = self.embed_tokens(batch.token_ids)
         if batch.visual_rows is not None:
             assert batch.visual_embeds is not None
             x[batch.visual_rows] = batch.visual_embeds.to(x.dtype)
-        rope = self.rotary(batch.positions, x.dtype)
-        for i, layer in enumerate(self.layers):
-            assert isinstance(layer, DecoderLayer)
-            x = layer.mix(x, rope, batch, caches[i])
-            if on_layer is not None:
-                on_layer(i)
-            if i == len(self.layers) - 1:
-                x = x[batch.logit_rows]
-            x = layer(x)
-        result: Tensor = self.norm(x)
-        return result
+        return x
 
 
 class CausalLM(nn.Module):
-    """A text-only model. It has no `encode_images`, so image input is refused instead of ignored."""
+    """One rank's part of a text-only model. It has no `encode_images`, so image input is refused instead of ignored."""
 
     qwen3_5 = False
     takes_linear_layers = False
     takes_mrope = False
 
-    def __init__(self, checkpoint: Checkpoint, kernels: Kernels) -> None:
+    def __init__(self, checkpoint: Checkpoint, kernels: Kernels, comm: Communicator | None = None) -> None:
+        """`comm` None: the only rank."""
         super().__init__()
         self.kernels = kernels
-        self.model = Decoder(checkpoint, kernels, qwen3_5=self.qwen3_5)
-        hidden, vocab = checkpoint.hidden_size, checkpoint.vocab_size
-        self.lm_head = None if checkpoint.tie_embeddings else nn.Linear(hidden, vocab, bias=False)
+        self.comm = comm = comm or Alone(len(checkpoint.layers))
+        self.model = Decoder(checkpoint, kernels, comm, qwen3_5=self.qwen3_5)
+        own_head = comm.shard.last and not checkpoint.tie_embeddings
+        self.lm_head = Vocabulary(checkpoint.vocab_size, checkpoint.hidden_size, comm) if own_head else None
 
-    def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache],
-                on_layer: Callable[[int], None] | None = None) -> Tensor:
-        """Logits of `batch.logit_rows`, [R, vocab] float32. `on_layer(i)`: layer i has written its caches for this batch."""
-        hidden = self.model(batch, caches, on_layer)
-        head = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-        return F.linear(hidden, head).float()
+    def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache], on_layer: Callable[[int], None] | None = None, *,
+                hidden: Tensor | None = None) -> Tensor | None:
+        """Logits of `batch.logit_rows`, [R, vocab] float32, on tensor rank 0 of the last stage; None elsewhere.
+
+        `caches`: of this rank's layers. `on_layer(i)`: layer i of the checkpoint has written its caches for this batch.
+        `hidden`: what the stage before has sent, [T, hidden]; the first stage embeds instead. All but the last stage send on.
+        """
+        x: Tensor = self.model(batch, caches, on_layer, hidden)
+        if not self.comm.shard.last:
+            self.comm.send(x)
+            return None
+        return (self.lm_head or self.model.embed_tokens).logits(x)
 
 
 class Qwen3ForCausalLM(CausalLM):
@@ -118,18 +137,19 @@ class Qwen3_5ForCausalLM(CausalLM):
 
 
 class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
-    """Qwen3.5 with its vision tower."""
+    """Qwen3.5 with its vision tower, which rank 0 alone holds."""
 
-    def __init__(self, checkpoint: Checkpoint, kernels: Kernels) -> None:
-        super().__init__(checkpoint, kernels)
+    def __init__(self, checkpoint: Checkpoint, kernels: Kernels, comm: Communicator | None = None) -> None:
+        super().__init__(checkpoint, kernels, comm)
         if checkpoint.vision is None or checkpoint.image is None:
             raise CheckpointError("Qwen3_5ForConditionalGeneration needs a vision_config in config.json")
         if checkpoint.vision.out_hidden_size != checkpoint.hidden_size:
             raise CheckpointError(f"vision_config.out_hidden_size is {checkpoint.vision.out_hidden_size}, the language model's "
                                   f"hidden_size {checkpoint.hidden_size}")
-        self.visual = VisionTower(checkpoint.vision, checkpoint.image, kernels)
+        self.visual = VisionTower(checkpoint.vision, checkpoint.image, kernels) if self.comm.shard.rank == 0 else None
 
     def encode_images(self, pixels: Sequence[NDArray[np.uint8]]) -> list[Tensor]:
-        """uint8 [H, W, 3] images -> one [tokens, hidden] each."""
+        """uint8 [H, W, 3] images -> one [tokens, hidden] each. On rank 0."""
+        assert self.visual is not None
         result: list[Tensor] = self.visual(pixels)
         return result

@@ -15,6 +15,7 @@ from slipstream.errors import CheckpointError, ConfigError
 from slipstream.kernels import dispatch
 from slipstream.kernels.dispatch import Kernels
 from slipstream.layers.batch import ForwardBatch, LayerCache
+from slipstream.layers.parallel import Communicator
 from slipstream.models import weights
 from slipstream.models.qwen import CausalLM, Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration, Qwen3ForCausalLM
 
@@ -24,9 +25,10 @@ class LanguageModel(Protocol):
 
     kernels: Kernels
 
-    def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache],
-                on_layer: Callable[[int], None] | None = None) -> Tensor:
-        """Logits of `batch.logit_rows`, [R, vocab] float32; `on_layer(i)` when layer i has written its caches."""
+    def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache], on_layer: Callable[[int], None] | None = None, *,
+                hidden: Tensor | None = None) -> Tensor | None:
+        """Logits of `batch.logit_rows`, [R, vocab] float32, on tensor rank 0 of the last stage; `on_layer(i)` when layer i has
+        written its caches; `hidden` of the stage before."""
 
 
 @runtime_checkable
@@ -52,9 +54,9 @@ def dtype_of(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def load(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device,
+def load(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, comm: Communicator | None = None,
          progress: weights.Progress | None = None, kernels: str = "reference") -> CausalLM:
-    """Build and load the checkpoint's model.
+    """Build and load the checkpoint's model, or the part of it that the rank of `comm` holds.
 
     `progress(done, total)` counts tensors; `kernels` names a backend of kernels.dispatch. Raises CheckpointError for an unknown
     architecture, for a capability that the class lacks and for a bad weight.
@@ -64,10 +66,11 @@ def load(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device,
         raise CheckpointError(f"{checkpoint.path} is a {checkpoint.architecture}; known: {', '.join(sorted(known))}")
     kind = known[checkpoint.architecture]
     _check_capabilities(kind, checkpoint)
+    table = dispatch.choose(kernels)
     with torch.device("meta"):
-        model = kind(checkpoint, dispatch.choose(kernels))
-    weights.load_into(model, checkpoint.path, rename=lambda name: _rename(name, isinstance(model, VisionModel), checkpoint),
-                      dtype=dtype, device=device, progress=progress)
+        model, whole = kind(checkpoint, table, comm), kind(checkpoint, table)
+    weights.load_into(model, whole, checkpoint.path, dtype=dtype, device=device, progress=progress,
+                      rename=lambda name: _rename(name, isinstance(model, VisionModel), checkpoint))
     return model.to(device).eval()
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from slipstream.errors import CheckpointError
+from slipstream.layers.linear import Part
 
 logger = logging.getLogger(__name__)
 
@@ -49,55 +51,61 @@ def _without_doubles(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return found
 
 
-def load_into(model: nn.Module, folder: Path, *, rename: Callable[[str], str | None], dtype: torch.dtype, device: torch.device,
-              progress: Progress | None = None) -> None:
-    """Load every parameter of `model` from the folder.
+def load_into(model: nn.Module, whole: nn.Module, folder: Path, *, rename: Callable[[str], str | None], dtype: torch.dtype,
+              device: torch.device, progress: Progress | None = None) -> None:
+    """Load every parameter of `model` from the folder; of one that is a Part, only its ranges are read.
 
-    `rename` maps a name on disk to a parameter's name, or None for a weight that is not ours to load. Raises CheckpointError
-    with the tensor's name, file, expected and found shape for a missing, misshapen, doubled, unknown or non-finite weight.
+    `whole` (which may be on the meta device) has the names and shapes that the folder must hold; what `model` lacks of them is
+    another rank's. `rename` maps a name on disk to a parameter's name, or None for a weight that is nobody's. Raises
+    CheckpointError with the tensor's name, file, expected and found shape for a missing, misshapen, doubled, unknown or
+    non-finite weight.
     """
-    wanted = dict(model.named_parameters())
-    found: dict[str, str] = {}
-    unknown: list[str] = []
+    wanted, shapes = dict(model.named_parameters()), {name: tuple(each.shape) for name, each in whole.named_parameters()}
     files = files_of(folder)
-    if unused := sorted(name for name in files if rename(name) is None):
+    names = {disk_name: name for disk_name in files if (name := rename(disk_name)) is not None}
+    if unused := sorted(files.keys() - names):
         logger.info("%s: %d weights are not used by this model, such as %s", folder, len(unused), unused[0])
-    for done, (disk_name, file, tensor) in enumerate(_tensors(files, rename)):
-        name = rename(disk_name)
-        assert name is not None
-        if name not in wanted:
-            unknown.append(disk_name)
+    unknown = sorted(disk_name for disk_name, name in names.items() if name not in shapes)
+    ours = {disk_name: name for disk_name, name in names.items() if name in wanted}
+    found: dict[str, str] = {}
+    for disk_name, file, stored in _stored([*ours, *unknown], files):
+        if disk_name not in ours:
             continue
+        name = ours[disk_name]
         if name in found:
             raise CheckpointError(f"{disk_name} ({file}) and {found[name]} are the same weight")
-        shape = tuple(wanted[name].shape)
-        if tuple(tensor.shape) != shape:
-            raise CheckpointError(f"{disk_name} in {file}: expected shape {shape}, found {tuple(tensor.shape)}")
+        shape = shapes[name]
+        if tuple(stored.get_shape()) != shape:
+            raise CheckpointError(f"{disk_name} in {file}: expected shape {shape}, found {tuple(stored.get_shape())}")
+        try:
+            tensor = _read(stored, wanted[name])
+        except SafetensorError as error:
+            raise CheckpointError(f"cannot read {disk_name} from {file}: {error}") from error
         if tensor.dtype not in _STORED:
             raise CheckpointError(f"{disk_name} in {file} of shape {shape} is stored as {tensor.dtype}; known: "
                                   f"{', '.join(str(known) for known in _STORED)}")
-        converted = tensor.to(device=device, dtype=dtype)
+        converted = tensor.to(device=device, dtype=dtype).contiguous()
         if not bool(torch.isfinite(converted).all()):
             raise CheckpointError(f"{disk_name} in {file} of shape {shape} holds NaN or infinity as {dtype}; "
                                   "the file is damaged, or the dtype too narrow")
         _assign(model, name, converted)
         found[name] = disk_name
         if progress is not None:
-            progress(done + 1, len(wanted))
+            progress(len(found), len(wanted))
     if missing := sorted(wanted.keys() - found.keys()):
-        shapes = ", ".join(f"{name} {tuple(wanted[name].shape)}" for name in missing[:5])
-        raise CheckpointError(f"{folder} lacks {len(missing)} weights: {shapes}{', ...' if len(missing) > 5 else ''}"
+        named = ", ".join(f"{name} {shapes[name]}" for name in missing[:5])
+        raise CheckpointError(f"{folder} lacks {len(missing)} weights: {named}{', ...' if len(missing) > 5 else ''}"
                               + (f"; it holds names that are not known, such as {unknown[0]}" if unknown else ""))
     if unknown:
-        raise CheckpointError(f"{folder} holds weights that this architecture does not have: {', '.join(sorted(unknown)[:5])}"
+        raise CheckpointError(f"{folder} holds weights that this architecture does not have: {', '.join(unknown[:5])}"
                               f"{', ...' if len(unknown) > 5 else ''}; is config.json the right one?")
 
 
-def _tensors(files: dict[str, Path], rename: Callable[[str], str | None]) -> Iterator[tuple[str, Path, Tensor]]:
+def _stored(names: Iterable[str], files: dict[str, Path]) -> Iterator[tuple[str, Path, Any]]:
+    """(name, its file, what safetensors calls a slice: shape and content, read where it is indexed)."""
     by_file: dict[Path, list[str]] = {}
-    for name, path in files.items():
-        if rename(name) is not None:
-            by_file.setdefault(path, []).append(name)
+    for name in names:
+        by_file.setdefault(files[name], []).append(name)
     for path, names in by_file.items():
         with _open(path) as file:
             inside = set(file.keys())
@@ -106,11 +114,17 @@ def _tensors(files: dict[str, Path], rename: Callable[[str], str | None]) -> Ite
             for name in names:
                 if name not in inside:
                     raise CheckpointError(f"the index says that {name} is in {path}, but it is not")
-                try:
-                    tensor = file.get_tensor(name)
-                except SafetensorError as error:
-                    raise CheckpointError(f"cannot read {name} from {path}: {error}") from error
-                yield name, path, tensor
+                yield name, path, file.get_slice(name)
+
+
+def _read(stored: Any, parameter: Tensor) -> Tensor:
+    """What `parameter` takes of a stored tensor, and nothing else."""
+    if not isinstance(parameter, Part):
+        whole: Tensor = stored[:]
+        return whole
+    before = (slice(None),) * parameter.axis
+    parts = [stored[(*before, slice(part.start, part.stop))] for part in parameter.cut.ranges]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, parameter.axis)
 
 
 def _open(path: Path) -> safe_open:

@@ -74,7 +74,7 @@ class ToyModel:
         self.before_forward: Callable[[], None] = lambda: None
 
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache],
-                on_layer: Callable[[int], None] | None = None) -> Tensor:
+                on_layer: Callable[[int], None] | None = None, *, hidden: Tensor | None = None) -> Tensor:
         """[R, vocab] logits with one clear maximum."""
         self.before_forward()
         self.forwards += 1

@@ -112,7 +112,7 @@ def test_the_conv_state_is_the_last_raw_columns(model: CausalLM) -> None:
     _, state = alone(model, tokens)
     linear = state[0]
     assert isinstance(linear, LinearCache)
-    layer = model.model.layers[0]
+    layer = model.model.layers["0"]
     with torch.inference_mode():
         raw = layer.linear_attn.in_proj_qkv(layer.input_layernorm(model.model.embed_tokens(torch.tensor(tokens))))  # type: ignore[operator,union-attr]
     close(linear.conv[0], raw[-(spec.conv_width - 1):].T)

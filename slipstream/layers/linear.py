@@ -1,0 +1,75 @@
+"""Linear layers cut among the tensor ranks of a stage, and parameters that know which part of the disk's tensor they hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from slipstream.layers.parallel import Communicator
+from slipstream.sharding import Shard, heads_of
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The part of one axis that a rank holds: `ranges`, in order and apart from each other, of `whole` places."""
+
+    whole: int
+    ranges: tuple[range, ...]
+
+    @classmethod
+    def heads(cls, count: int, shard: Shard, size: int = 1) -> Cut:
+        """The rank's own of `count` heads of `size` channels each; heads that are too few for the ranks are replicated."""
+        own = heads_of(count, shard.tp, shard.tp_rank)
+        return cls(count * size, (range(own.start * size, own.stop * size),))
+
+    def __len__(self) -> int:
+        return sum(map(len, self.ranges))
+
+    def __add__(self, other: Cut) -> Cut:
+        """Two segments that lie one after the other on disk, each cut by itself."""
+        behind = tuple(range(self.whole + part.start, self.whole + part.stop) for part in other.ranges)
+        return Cut(self.whole + other.whole, self.ranges + behind)
+
+    def parameter(self, *others: int, axis: int = 0) -> Part:
+        """An empty parameter: this part along `axis`, the `others` along the other axes."""
+        made = Part(torch.empty(*others[:axis], len(self), *others[axis:]), requires_grad=False)
+        made.cut, made.axis = self, axis
+        return made
+
+
+class Part(nn.Parameter):
+    """A parameter that takes only a part of its tensor on disk."""
+
+    cut: Cut
+    axis: int
+
+
+class ColumnLinear(nn.Module):
+    """Each rank computes its own part of the outputs."""
+
+    def __init__(self, inputs: int, outputs: Cut, *, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = outputs.parameter(inputs)
+        self.bias = outputs.parameter() if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., inputs] -> [..., this rank's outputs]."""
+        return F.linear(x, self.weight, self.bias)
+
+
+class RowLinear(nn.Module):
+    """Each rank multiplies its own part of the inputs; the sum over the ranks is the output."""
+
+    def __init__(self, inputs: Cut, outputs: int, comm: Communicator, *, bias: bool = False) -> None:
+        super().__init__()
+        self.comm = comm
+        self.weight = inputs.parameter(outputs, axis=1)
+        self.bias = nn.Parameter(torch.empty(outputs), requires_grad=False) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., this rank's inputs] -> [..., outputs], equal on every rank."""
+        bias = self.bias if self.comm.shard.tp_rank == 0 else None
+        return self.comm.all_reduce(F.linear(x, self.weight, bias))
