@@ -1,7 +1,7 @@
 """The connections between rank 0 of a replica and its other ranks: ordered, typed, and lost when one end falls silent.
 
-A frame is its length (u32, little endian) and a msgpack entry. Rank 0 listens; the others say who they are and are welcomed, or
-refused with the reason. Knows no engine and no transfer. Plain sockets, since the engine's thread must not wait for an event loop.
+A frame is its length (u32, little endian) and a msgpack entry. Rank 0 listens; the others say who they are, and are welcomed
+or refused with the reason. Plain sockets: the engine's thread must not wait for an event loop. Knows no engine, no transfer.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Leader(Generic[Down, Up]):
         return ""
 
     def start(self, on_entry: Callable[[int, Up], None], on_lost: Callable[[str], None]) -> None:
-        """Begin to listen to the ranks. `on_entry(rank, entry)` is called on threads of their own, `on_lost` at most once each."""
+        """Begin to listen to the ranks. Both functions are called on threads of our own; `on_lost` once a rank at most."""
         for rank, wire in self._wires.items():
             threading.Thread(target=self._listen, args=(rank, wire, on_entry, on_lost), daemon=True).start()
         threading.Thread(target=_beat, args=(lambda: self.append(Beat()), self._closed), name="beat", daemon=True).start()
@@ -208,7 +208,7 @@ class Follower(Generic[Down]):
         while True:
             try:
                 entry = self._decoder.decode(self._wire.read())
-            except (OSError, msgspec.MsgspecError) as error:
+            except (OSError, GangError, msgspec.MsgspecError) as error:
                 raise GangError(f"rank 0 is lost: {error}") from error
             if not isinstance(entry, Beat):
                 return entry

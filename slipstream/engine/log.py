@@ -52,7 +52,7 @@ class Step(Entry, frozen=True):
 
     def input(self) -> StepInput:
         """The arrays."""
-        parts = {name: np.frombuffer(data, dtype=np.int32).reshape(shape)
+        parts = {name: np.frombuffer(bytearray(data), dtype=np.int32).reshape(shape)  # writable, as torch wants it
                  for name, shape, data in zip(_ARRAYS, self.shapes, self.arrays, strict=True)}
         return StepInput(**parts)
 

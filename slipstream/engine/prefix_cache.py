@@ -50,6 +50,7 @@ class PrefixCache:
         self._by_key: dict[bytes, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._states: OrderedDict[bytes, int] = OrderedDict()  # key of the last block -> slot; least recently used first
+        self._written: set[int] = set()  # slots that steps in flight write
 
     def __len__(self) -> int:
         """Blocks that the cache owns."""
@@ -126,26 +127,31 @@ class PrefixCache:
 
     def snapshot_slot(self, key: bytes) -> int | None:
         """A slot for the state after the block of `key`, from another snapshot if need be; None if there is one already, or no
-        slot at all. `keep` or `drop` it before the next step."""
+        slot at all. `keep` or `drop` it when the step that writes it is over."""
         if not self.enabled or not self._snapshots.total or key in self._states:
             return None
         if not self._snapshots.free:
             if not self._states:
                 return None  # all of them are being written
             self.drop(self._states.popitem(last=False)[1])
-        return self._snapshots.take(CACHE)
+        slot = self._snapshots.take(CACHE)
+        assert slot is not None, "one is free"
+        self._written.add(slot)
+        return slot
 
     def keep(self, key: bytes, slot: int, *, passing: bool) -> None:
         """The slot holds the state now. `passing`: one of a long prompt's many, the first to go."""
         if key not in self._by_key or key in self._states:
             self.drop(slot)
             return
+        self._written.remove(slot)
         self._states[key] = slot
         if passing:
             self._states.move_to_end(key, last=False)
 
     def drop(self, slot: int) -> None:
         """The slot will not be needed."""
+        self._written.discard(slot)
         self._snapshots.give_back(slot, CACHE)
 
     # Proof --------------------------------------------------------------------------------------------------------------
@@ -163,7 +169,8 @@ class PrefixCache:
             raise InternalError("a block that nobody pins is not idle, or an idle one is pinned")
         if self._by_key != {shared.key: block for block, shared in self._shared.items() if shared.key is not None}:
             raise InternalError("a key leads to the wrong block")
-        if not self._states.keys() <= self._by_key.keys() or set(self._states.values()) != self._snapshots.owned().keys():
+        slots = {*self._states.values(), *self._written}
+        if not self._states.keys() <= self._by_key.keys() or slots != self._snapshots.owned().keys():
             raise InternalError("a snapshot has no block, or a slot no snapshot")
 
     # --------------------------------------------------------------------------------------------------------------------

@@ -73,8 +73,8 @@ def test_logits_that_are_not_numbers_fail_their_own_request_only() -> None:
     engine, model = make()
     forward = model.forward
 
-    def spoiled(*args: object) -> torch.Tensor:
-        logits = forward(*args)  # type: ignore[arg-type]
+    def spoiled(*args: object, **more: object) -> torch.Tensor:
+        logits = forward(*args, **more)  # type: ignore[arg-type]
         logits[0] = torch.nan
         return logits
 

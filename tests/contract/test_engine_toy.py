@@ -111,7 +111,7 @@ def test_output_i_is_drawn_with_index_i_on_both_sides_of_a_split() -> None:
     engines = []
     for _ in range(3):
         engine, model = make()
-        model.forward = lambda *_: logits  # type: ignore[method-assign]
+        model.forward = lambda *_, **__: logits  # type: ignore[method-assign]
         engines.append(engine)
     engines[0].submit(req)
     assert run(engines[0]).tokens == split(engines[1], engines[2], [(req, ())]).tokens == {"r": right}

@@ -1,0 +1,142 @@
+"""A replica of several ranks, all in this process, over its real connections: the tokens of one rank alone."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import queue
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream import checkpoint as checkpoints
+from slipstream import sharding
+from slipstream.checkpoint import DEMO
+from slipstream.config import EngineConfig
+from slipstream.engine import caches, gang, log
+from slipstream.engine.engine import Engine, GenerationRequest
+from slipstream.engine.executor import RankExecutor
+from slipstream.errors import GangError
+from slipstream.layers.parallel import Communicator
+from slipstream.models import registry
+from slipstream.types import RequestId, SamplingParams
+from tests.support import ranks
+from tests.support.engine_driver import assert_empty, poison, request
+from tests.support.engine_pair import Pair
+from tests.support.samples import Samples
+from worker.link import Follower, Hello, Leader
+
+CONFIG = EngineConfig(kv_cache_tokens=16 * 60, max_running=8, max_batch_tokens=96, growth_tokens=8, state_snapshots=6)
+Down = log.Step | log.CopyBlock | log.CopyState | log.Beat
+Up = log.Tokens | log.Beat
+
+
+class QueueLog:
+    """Implements gang.Log over a Leader."""
+
+    def __init__(self, leader: Leader[Any, Any]) -> None:
+        self._leader = leader
+        self._tokens: queue.Queue[log.Tokens | str] = queue.Queue()
+        leader.start(lambda rank, entry: self._tokens.put(entry), self._tokens.put)
+
+    def append(self, entry: log.Entry) -> None:
+        self._leader.append(entry)
+
+    def next_tokens(self) -> log.Tokens:
+        found = self._tokens.get(timeout=30)
+        if isinstance(found, str):
+            raise GangError(found)
+        return found
+
+
+def asks() -> list[tuple[GenerationRequest, Any]]:
+    """Pictures, texts that begin alike, choices, everything that the drawing rank must be told."""
+    checkpoint = checkpoints.read(DEMO)
+    samples = {sample.name: sample for sample in Samples(checkpoint).all()}
+    found: list[tuple[GenerationRequest, Any]] = []
+    for number, name in enumerate(["img_row-0", "facts-0", "img_two-1", "img_row-0", "arith-1"]):
+        sample = samples[name]
+        stop = tuple(checkpoint.eos_token_ids)
+        images = [bytes([len(pixels) % 251]) * 16 for pixels in sample.pixels]
+        asked = request(f"{number}-{name}", sample.tokens, 40, grids=sample.grids, stop=stop, images=images)
+        found.append((asked, sample.pixels))
+    noise = dataclasses.replace(
+        request("noise", range(40, 140), 12, ignore_eos=True, choices=(0, 1, 2)),
+        sampling=SamplingParams(temperature=1.5, seed=3, repetition_penalty=1.2, frequency_penalty=0.3, logprobs=2,
+                                logit_bias=((7, 2.0),), top_p=0.97))
+    return [*found, (noise, ())]
+
+
+def serve(engine: Engine) -> dict[tuple[str, int], list[int]]:
+    """All at once, one of them given up in the middle; then all again, from the cache."""
+    pair = Pair(engine, None)
+
+    def step() -> None:
+        result = engine.step()
+        engine.check_integrity()
+        pair.take(dataclasses.replace(result, events=tuple(one for one in result.events if one.request.name != "left")))
+
+    for turn in ("first", "again"):
+        for asked, pixels in asks():
+            pair.submit(dataclasses.replace(asked, id=RequestId(name=f"{asked.id.name}-{turn}")), pixels)
+        left = request("left", range(60, 120), 50, ignore_eos=True)
+        engine.submit(left)
+        for _ in range(6):
+            step()
+        engine.abort(left.id)
+        while engine.has_work:
+            step()
+        assert not pair.open
+        assert_empty(engine)
+    assert engine.counters().cached_tokens > 100
+    return pair.tokens
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[tuple[str, int], list[int]]:
+    torch.set_num_threads(1)
+    checkpoint = checkpoints.read(DEMO)
+    model = registry.load(checkpoint, dtype=torch.float32, device=torch.device("cpu"))
+    engine = Engine(model, checkpoint, CONFIG)
+    poison(engine)
+    return serve(engine)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 2), (1, 3), (2, 1), (2, 2), (2, 3), (4, 1), (4, 2), (4, 3)])
+def test_the_tokens_of_one_rank_alone(tp: int, pp: int, alone: dict[tuple[str, int], list[int]]) -> None:
+    checkpoint = checkpoints.read(DEMO)
+    geometry = sharding.plan(checkpoint, tp=tp, pp=pp)
+    port: queue.Queue[int] = queue.Queue()
+
+    def work(comm: Communicator) -> Any:
+        torch.set_num_threads(1)
+        model = registry.load(checkpoint, dtype=torch.float32, device=torch.device("cpu"), comm=comm)
+        with torch.inference_mode():
+            return lead(comm, model) if comm.shard.rank == 0 else follow(comm, model)
+
+    def lead(comm: Communicator, model: Any) -> Any:
+        leader: Leader[Any, Any] = Leader("127.0.0.1", 0, world=geometry.world, epoch=1, fingerprint="same", up=Up)
+        for _ in range(geometry.world - 1):
+            port.put(leader.port)
+        leader.gather(30, 0)
+        engine = Engine(model, checkpoint, CONFIG, comm=comm, log=QueueLog(leader))
+        poison(engine)
+        found = serve(engine)
+        leader.close()
+        return found
+
+    def follow(comm: Communicator, model: Any) -> Any:
+        hello = Hello(rank=comm.shard.rank, world=geometry.world, epoch=1, fingerprint="same", address="nowhere")
+        link: Follower[Any] = Follower("127.0.0.1", port.get(timeout=30), hello, down=Down, timeout_seconds=30)
+        link.start()
+        own = caches.allocate(comm.shard.specs(checkpoint.layers), CONFIG, CONFIG.max_running + CONFIG.state_snapshots,
+                              torch.float32, torch.device("cpu"))
+        local = RankExecutor(model, own, CONFIG.block_size, torch.device("cpu"), comm,
+                             hidden=(checkpoint.hidden_size, torch.float32))
+        with contextlib.suppress(GangError):  # rank 0 has ended
+            while True:
+                gang.follow(link.read(), local, link.say, lambda published, layer: None)
+
+    (found, *_) = ranks.run(geometry, work)
+    assert found == alone
