@@ -1,7 +1,7 @@
 """What a model keeps per sequence, as named tensors with exact sizes, and whether two ranks agree on it. Knows no memory.
 
-A `kv` tensor is counted in token rows (a row is one token's keys and values), a state tensor in bytes. Each is runs of heads, so
-that the part of a rank, or of a stream between two ranks, is a tensor of the same kind with fewer bytes.
+A `kv` tensor is counted in token rows (a row is one token's keys and values), a state tensor in bytes. Each is runs of heads,
+so that the part of a rank, or of a stream between two ranks, is a tensor of the same kind with fewer bytes.
 """
 
 from __future__ import annotations

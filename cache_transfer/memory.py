@@ -1,7 +1,7 @@
 """A rank's cache tensors as bytes: finds the pieces of a range, reads and writes them. Knows no owner and no stream.
 
-Whoever calls must own the blocks and the slot that it names; nothing here can check that. What takes all of each row is pieces of
-the memory itself, whole blocks where it can; what takes only some heads is gathered and scattered by numpy.
+Whoever calls must own the blocks and the slot that it names; nothing here can check that. What takes all of each row is pieces
+of the memory itself, whole blocks where it can; what takes only some heads is gathered and scattered by numpy.
 """
 
 from __future__ import annotations
