@@ -7,7 +7,6 @@ so that the part of a rank, or of a stream between two ranks, is a tensor of the
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Protocol
@@ -119,18 +118,13 @@ class CacheLayout:
 
     def bytes_necessary(self, num_tokens: int) -> tuple[int, int]:
         """(KV bytes, state bytes) of so many tokens to send to a single rank: slope * tokens, and a constant."""
-        return necessary(self.tensors, num_tokens)
+        rows = sum(tensor.unit_bytes for tensor in self.tensors if tensor.kind is Kind.KV)
+        return rows * num_tokens, sum(tensor.unit_bytes for tensor in self.tensors) - rows
 
 
 def whole(layout: CacheLayout) -> Shard:
     """The single rank of a replica that is not cut."""
     return Shard(geometry=Geometry(stages=(len(layout.layers),)))
-
-
-def necessary(tensors: Iterable[TensorSpec], num_tokens: int) -> tuple[int, int]:
-    """(KV bytes, state bytes) of so many tokens."""
-    rows = [tensor.unit_bytes for tensor in tensors if tensor.kind is Kind.KV]
-    return sum(rows) * num_tokens, sum(tensor.unit_bytes for tensor in tensors) - sum(rows)
 
 
 def differences(ours: dict[str, str], theirs: dict[str, str]) -> str:

@@ -172,8 +172,7 @@ class CacheLoader:
             raise IncompatibleError("the source has no address")
         async with self._links.use(addresses[0], epoch) as link:
             if link.shard.geometry.world != len(addresses):
-                raise IncompatibleError(f"the source at {addresses[0]} is {link.shard.geometry}, but {len(addresses)} addresses "
-                                        "are given")
+                raise IncompatibleError(f"{len(addresses)} addresses of the source are given; it is {link.shard.geometry}")
             return replace(link.shard, rank=0)
 
     async def _stream(self, address: str, source: Shard, copies: Sequence[plan.Copy], opened: pb.Open, deadline: float,
