@@ -1,4 +1,4 @@
-"""Counts what has been sent or has arrived of one prompt, tensor by tensor, and digests it. Knows no stream.
+"""Counts what one stream has sent or brought of one prompt, tensor by tensor, and digests it. Knows no peer.
 
 Each tensor travels from its start to its end, so "exactly once" is "in order and complete".
 """
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import xxhash
 
 from cache_transfer.frames import Range
-from cache_transfer.layout import CacheLayout, Kind
+from cache_transfer.layout import Kind, Part
 from cache_transfer.memory import CacheMemory, Landing
 from slipstream.errors import CoverageError, ProtocolError
 
@@ -18,18 +18,18 @@ from slipstream.errors import CoverageError, ProtocolError
 class Coverage:
     """One prompt's progress on one side of one transfer."""
 
-    def __init__(self, layout: CacheLayout, num_tokens: int, have_tokens: int = 0) -> None:
+    def __init__(self, of: Part, num_tokens: int, have_tokens: int = 0) -> None:
         """`have_tokens`: of the prompt's beginning, that the destination has: their rows do not travel. Raises ProtocolError
         unless they are whole blocks of the prompt."""
-        if have_tokens % layout.block_size or not 0 <= have_tokens <= num_tokens:
+        if have_tokens % of.block_size or not 0 <= have_tokens <= num_tokens:
             raise ProtocolError(f"the destination says that it has {have_tokens} of {num_tokens} tokens; it can only have "
-                                f"whole blocks of {layout.block_size}")
-        self.layout = layout
+                                f"whole blocks of {of.block_size}")
+        self._tensors = of.tensors
         self.num_tokens = num_tokens
-        self.done = [have_tokens if spec.kind is Kind.KV else 0 for spec in layout.tensors]
+        self.done = [have_tokens if spec.kind is Kind.KV else 0 for spec in of.tensors]
         self.kv_bytes = 0
         self.state_bytes = 0
-        self._digests = [xxhash.xxh3_128() for _ in layout.tensors]
+        self._digests = [xxhash.xxh3_128() for _ in of.tensors]
 
     def check(self, ranges: Sequence[Range]) -> None:
         """Raise ProtocolError unless the ranges go on exactly where their tensors stand, inside the prompt."""
@@ -37,18 +37,18 @@ class Coverage:
         for part in ranges:
             if part.tensor >= len(self.done):
                 raise ProtocolError(f"tensor {part.tensor} of {len(self.done)}")
-            spec = self.layout.tensors[part.tensor]
+            spec = self._tensors[part.tensor]
             expected = at.get(part.tensor, self.done[part.tensor])
             end = part.first + part.units
-            if part.first != expected or not part.units or end > self.layout.units(spec, self.num_tokens):
+            if part.first != expected or not part.units or end > spec.units(self.num_tokens):
                 raise ProtocolError(f"{spec.name}: got units {part.first} to {end}, expected to go on from {expected} up to "
-                                    f"{self.layout.units(spec, self.num_tokens)}")
+                                    f"{spec.units(self.num_tokens)}")
             at[part.tensor] = end
 
     def add(self, ranges: Sequence[Range], memory: CacheMemory, where: Landing) -> None:
         """Count ranges that were checked, and digest them as they lie in this side's memory: before sending, after landing."""
         for part in ranges:
-            spec = self.layout.tensors[part.tensor]
+            spec = self._tensors[part.tensor]
             size = memory.range_bytes(part)
             digest = self._digests[part.tensor]
             for piece in memory.pieces(where, part):
@@ -62,8 +62,7 @@ class Coverage:
     @property
     def complete(self) -> bool:
         """True if every row and every byte has been counted."""
-        return all(done == self.layout.units(spec, self.num_tokens)
-                   for done, spec in zip(self.done, self.layout.tensors, strict=True))
+        return all(done == spec.units(self.num_tokens) for done, spec in zip(self.done, self._tensors, strict=True))
 
     def digest(self) -> bytes:
         """XXH3-128 over the tensors' digests, in layout order."""
@@ -71,8 +70,8 @@ class Coverage:
 
     def verify(self, kv_bytes: int, state_bytes: int, digest: bytes) -> None:
         """Raise CoverageError unless everything is here and is what the source says it sent."""
-        for done, spec in zip(self.done, self.layout.tensors, strict=True):
-            wanted = self.layout.units(spec, self.num_tokens)
+        for done, spec in zip(self.done, self._tensors, strict=True):
+            wanted = spec.units(self.num_tokens)
             if done != wanted:
                 raise CoverageError(f"{spec.name}: {done} of {wanted} units arrived")
         if (kv_bytes, state_bytes) != (self.kv_bytes, self.state_bytes):

@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError, Message
 
 from cache_transfer.handoff import VERSION, Handoff, HandoffChoice
 from slipstream.errors import ProtocolError
+from slipstream.sharding import Geometry
 from slipstream.types import MropeState
 from slipstream.v1 import cache_store_pb2 as pb
 
@@ -31,7 +32,7 @@ MAX_RANGES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Units [first, first + units) of a tensor: token rows of a kv tensor, bytes of a state."""
+    """Units [first, first + units) of a stream's tensor: token rows of a kv tensor, bytes of a state."""
 
     tensor: int
     first: int
@@ -99,3 +100,15 @@ def handoff_from_pb(message: pb.Handoff) -> Handoff:
         choices=tuple(HandoffChoice(first_token=choice.first_token, choice=choice.choice, finished=choice.finished)
                       for choice in message.choices),
         mrope=MropeState(delta=message.mrope_delta, last_position=(t, h, w)))
+
+
+def geometry_to_pb(geometry: Geometry) -> pb.Geometry:
+    """For the wire."""
+    return pb.Geometry(tp=geometry.tp, stages=geometry.stages)
+
+
+def geometry_from_pb(message: pb.HelloRequest | pb.HelloReply | pb.Open, num_layers: int) -> Geometry:
+    """Of the side that sent the message; it may fit no model."""
+    if not message.HasField("geometry"):
+        return Geometry(stages=(num_layers,))
+    return Geometry(tp=message.geometry.tp, stages=tuple(message.geometry.stages))

@@ -1,6 +1,7 @@
-"""What a rank keeps per sequence, as named tensors with exact sizes, and whether two ranks agree on it. Knows no memory.
+"""What a model keeps per sequence, as named tensors with exact sizes, and whether two ranks agree on it. Knows no memory.
 
-A `kv` tensor is counted in token rows (a row is one token's keys and values), a state tensor in bytes.
+A `kv` tensor is counted in token rows (a row is one token's keys and values), a state tensor in bytes. Each is runs of heads,
+so that the part of a rank, or of a stream between two ranks, is a tensor of the same kind with fewer bytes.
 """
 
 from __future__ import annotations
@@ -8,13 +9,18 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Protocol
 
 import xxhash
 
+from slipstream.sharding import Geometry, Shard
 from slipstream.types import AttentionLayer, LayerSpec
 
 PROTOCOL_VERSION = "1"
 MEMORY_ORDER = "kv[block,k|v,token,head,channel] conv[slot,q|k|v,column] recurrent[slot,value_head,key,value]"
+
+Cut = tuple[tuple[int, int], ...]
+"""(offset, bytes) of what is seen of one token's keys, the same again of its values, or of a state's slot."""
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -36,8 +42,29 @@ class TensorSpec:
     layer: int
     """Index in the checkpoint's layer list."""
     kind: Kind
-    unit_bytes: int
-    """kv: bytes of one token row, keys and values together; a state: bytes of the whole slot."""
+    runs: tuple[tuple[int, int], ...]
+    """(heads, bytes of each), as they lie in one token's keys (its values lie alike), or in a state's slot."""
+
+    @cached_property
+    def unit_bytes(self) -> int:
+        """kv: bytes of one token row, keys and values together; a state: bytes of the whole slot."""
+        return sum(heads * size for heads, size in self.runs) * (2 if self.kind is Kind.KV else 1)
+
+    def units(self, num_tokens: int) -> int:
+        """How much of it a prompt of `num_tokens` needs: rows, or bytes of state."""
+        return num_tokens if self.kind is Kind.KV else self.unit_bytes
+
+
+class Part(Protocol):
+    """Named tensors of one layout: all of them, those of a rank, or what a stream carries of them."""
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """In layer order; a tensor's number on a stream is its index here."""
+
+    @property
+    def block_size(self) -> int:
+        """Token rows of a block."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,27 +97,34 @@ class CacheLayout:
 
     @cached_property
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """In layer order; a tensor's number on the wire is its index here."""
+        """In layer order, whole."""
+        return self.held(whole(self))
+
+    def held(self, shard: Shard) -> tuple[TensorSpec, ...]:
+        """The tensors of one rank, in layer order."""
         found: list[TensorSpec] = []
-        for number, layer in enumerate(self.layers):
+        for number, layer in zip(shard.layers, shard.specs(self.layers), strict=True):
             if isinstance(layer, AttentionLayer):
-                row = 2 * layer.kv_heads * layer.head_size * _ITEM_BYTES[self.kv_dtype]
-                found.append(TensorSpec(name=f"{layer.name}.kv", layer=number, kind=Kind.KV, unit_bytes=row))
+                found.append(TensorSpec(name=f"{layer.name}.kv", layer=number, kind=Kind.KV,
+                                        runs=((layer.kv_heads, layer.head_size * _ITEM_BYTES[self.kv_dtype]),)))
                 continue
-            conv = sum(layer.conv_segments) * (layer.conv_width - 1) * _ITEM_BYTES[self.conv_dtype]
-            state = layer.value_heads * layer.key_head_size * layer.value_head_size * _ITEM_BYTES[self.recurrent_dtype]
-            found.append(TensorSpec(name=f"{layer.name}.conv", layer=number, kind=Kind.CONV, unit_bytes=conv))
-            found.append(TensorSpec(name=f"{layer.name}.recurrent", layer=number, kind=Kind.RECURRENT, unit_bytes=state))
+            column = (layer.conv_width - 1) * _ITEM_BYTES[self.conv_dtype]
+            keys, values = (layer.key_heads, layer.key_head_size * column), (layer.value_heads, layer.value_head_size * column)
+            state = layer.key_head_size * layer.value_head_size * _ITEM_BYTES[self.recurrent_dtype]
+            found.append(TensorSpec(name=f"{layer.name}.conv", layer=number, kind=Kind.CONV, runs=(keys, keys, values)))
+            found.append(TensorSpec(name=f"{layer.name}.recurrent", layer=number, kind=Kind.RECURRENT,
+                                    runs=((layer.value_heads, state),)))
         return tuple(found)
 
-    def units(self, tensor: TensorSpec, num_tokens: int) -> int:
-        """How much of a tensor a prompt of `num_tokens` needs: rows, or bytes of state."""
-        return num_tokens if tensor.kind is Kind.KV else tensor.unit_bytes
-
     def bytes_necessary(self, num_tokens: int) -> tuple[int, int]:
-        """(KV bytes, state bytes) of so many tokens to send: slope * tokens, and a constant."""
-        kv = sum(tensor.unit_bytes for tensor in self.tensors if tensor.kind is Kind.KV) * num_tokens
-        return kv, sum(tensor.unit_bytes for tensor in self.tensors if tensor.kind is not Kind.KV)
+        """(KV bytes, state bytes) of so many tokens to send to a single rank: slope * tokens, and a constant."""
+        rows = sum(tensor.unit_bytes for tensor in self.tensors if tensor.kind is Kind.KV)
+        return rows * num_tokens, sum(tensor.unit_bytes for tensor in self.tensors) - rows
+
+
+def whole(layout: CacheLayout) -> Shard:
+    """The single rank of a replica that is not cut."""
+    return Shard(geometry=Geometry(stages=(len(layout.layers),)))
 
 
 def differences(ours: dict[str, str], theirs: dict[str, str]) -> str:

@@ -12,11 +12,12 @@ from contextlib import asynccontextmanager
 import grpc
 import grpc.aio
 
-from cache_transfer import frames
+from cache_transfer import frames, plan
 from cache_transfer.frames import SERVICE
 from cache_transfer.layout import CacheLayout, differences
 from slipstream.errors import IncompatibleError, TransferError
 from slipstream.rpc.channel import connect
+from slipstream.sharding import Shard
 from slipstream.v1 import cache_store_pb2 as pb
 
 IDLE_SECONDS = 300.0
@@ -31,6 +32,8 @@ class Link:
     def __init__(self, links: Links, address: str, epoch: int) -> None:
         self.key = address, epoch
         self.channel = connect(address)
+        self.shard: Shard
+        """Which rank it is, once it was greeted."""
         self.users = 0
         self.idle: asyncio.TimerHandle | None = None
         self._links = links
@@ -146,3 +149,5 @@ class Links:
         differ = differences(self._layout.fields(), dict(reply.layout.fields))
         if differ or not reply.compatible:
             raise IncompatibleError(f"{reply.replica_id} at {address} keeps its cache another way: {differ or reply.reason}")
+        link.shard = Shard(geometry=frames.geometry_from_pb(reply, len(self._layout.layers)), rank=reply.rank)
+        plan.check(self._layout, link.shard)

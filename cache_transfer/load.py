@@ -1,7 +1,8 @@
-"""Destination side: opens a Transfer, lands its bytes, verifies that nothing is missing. Knows no scheduler.
+"""Destination side: opens a Transfer from each source rank that holds part of this rank's state, lands the bytes, verifies that
+nothing is missing. Knows no scheduler.
 
 When `CacheLoader.load` has ended, however it ended, nothing writes into the landing any more: bytes are landed between two
-awaits of the coroutine itself, so there is no other writer to wait for.
+awaits of tasks that are done or cancelled by then, so there is no other writer to wait for.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc
 import grpc.aio
 
-from cache_transfer import frames
+from cache_transfer import frames, plan
 from cache_transfer.channels.base import Channel
 from cache_transfer.coverage import Coverage
 from cache_transfer.handoff import Handoff
@@ -33,6 +34,7 @@ from slipstream.errors import (
     TransferError,
     by_code,
 )
+from slipstream.sharding import Shard
 from slipstream.v1 import cache_store_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -40,24 +42,73 @@ logger = logging.getLogger(__name__)
 _HEARD_SECONDS = 1.0
 """Longest wait for a source to have heard our last word."""
 
+_LATE = "the deadline passed while the prompt's state was on its way"
+
 Admit = Callable[[int], Awaitable[Landing | None]]
 """Prompt tokens -> where they may land, or None: no memory now."""
 
 
+def given(landing: Landing, num_tokens: int) -> Admit:
+    """For a follower, whose rank 0 has decided: the prompt of `num_tokens` lands here. Another prompt raises ProtocolError."""
+    async def admit(told: int) -> Landing:
+        if told != num_tokens:
+            raise ProtocolError(f"the source sends {told} tokens; rank 0 was told {num_tokens}")
+        return landing
+
+    return admit
+
+
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """A prompt whose bytes are here and verified. The source keeps its copy until `close`."""
+    """A prompt whose bytes for this rank are here and verified. The source keeps its copy until `close`."""
 
-    handoff: Handoff
+    handed: Handoff | None
+    """On rank 0."""
     kv_bytes: int
     state_bytes: int
     seconds: float
     """From Begin to the last verified byte."""
-    call: Call
+    calls: tuple[Call, ...]
+
+    @property
+    def handoff(self) -> Handoff:
+        """Rank 0's: how the prompt goes on."""
+        assert self.handed is not None, "a follower is told by its rank 0"
+        return self.handed
 
     async def close(self, *, committed: bool) -> None:
         """Tell the source that its copy may go. Never raises: a source that died needs no telling."""
-        await _part(self.call, frames.control(done=pb.Done(committed=committed)))
+        await asyncio.gather(*(_part(call, frames.control(done=pb.Done(committed=committed))) for call in self.calls))
+
+
+class _Arrival:
+    """What the streams of one load have in common."""
+
+    def __init__(self, admit: Admit) -> None:
+        self.began = 0.0
+        self.num_tokens = 0
+        self.streams: list[asyncio.Task[Loaded]] = []
+        self.calls: list[Call] = []
+        self._admit = admit
+        self._landing: Landing | None = None
+        self._decided = asyncio.Event()
+
+    async def place(self, num_tokens: int, *, decides: bool) -> Landing | None:
+        """Where the prompt may land. It is asked once, by the stream that `decides`."""
+        if decides:
+            self.began, self.num_tokens = time.monotonic(), num_tokens
+            self._landing = await self._admit(num_tokens)
+            self._decided.set()
+        await self._decided.wait()
+        if num_tokens != self.num_tokens:
+            raise ProtocolError(f"the source's ranks send {self.num_tokens} and {num_tokens} tokens of one prompt")
+        return self._landing
+
+    def stop(self) -> None:
+        """No stream but the one that calls writes into the landing from now on."""
+        for stream in self.streams:
+            if stream is not asyncio.current_task():
+                stream.cancel()
 
 
 class CacheLoader:
@@ -66,10 +117,12 @@ class CacheLoader:
     def __init__(self, memory: CacheMemory, channel: Channel, *, replica_id: str, epoch: int, rank: int,
                  config: TransferConfig, idle_seconds: float = IDLE_SECONDS) -> None:
         """`idle_seconds`: after so long without use a connection to a source is closed."""
+        assert rank == memory.shard.rank
         self._memory = memory
         self._path = channel
+        self._geometry = frames.geometry_to_pb(memory.shard.geometry)
         layout = memory.layout
-        hello = pb.HelloRequest(replica_id=replica_id, epoch=epoch, rank=rank,
+        hello = pb.HelloRequest(replica_id=replica_id, epoch=epoch, rank=rank, geometry=self._geometry,
                                 layout=pb.Layout(hash=layout.hash, fields=layout.fields()))
         self._links = Links(hello, layout, connect_seconds=config.connect_seconds, idle_seconds=idle_seconds)
 
@@ -79,94 +132,120 @@ class CacheLoader:
 
     async def load(self, addresses: Sequence[str], *, transfer_id: str, attempt: int, source_epoch: int, request_id: str,
                    remaining_seconds: float, admit: Admit) -> Loaded:
-        """Bring a prompt's state here. `addresses`: the CacheStore of each source rank.
+        """Bring a prompt's state here: all that this rank holds of it, or nothing.
 
-        Raises BusyError if `admit` gave None, DeadlineError, IncompatibleError, CoverageError, the error that the source names,
-        or TransferError for a lost link. Cancelling it tells the source.
+        `addresses`: the CacheStore of each source rank, by rank. `admit` is asked once, when the lowest of the ranks that this
+        one reads from has begun. Raises BusyError if it gave None, DeadlineError, IncompatibleError, CoverageError, the error
+        that a source rank names, or TransferError for a lost link. Cancelling it tells each of them.
         """
-        if len(addresses) != 1:
-            raise IncompatibleError(f"the source has {len(addresses)} ranks; this destination reads from one")
-        address = addresses[0]
-        clock = asyncio.get_running_loop().time
-        deadline = clock() + remaining_seconds
-        late = "the deadline passed while the prompt's state was on its way"
+        deadline = asyncio.get_running_loop().time() + remaining_seconds
+        opened = pb.Open(transfer_id=transfer_id, attempt=attempt, epoch=source_epoch, request_id=request_id,
+                         compatibility_hash=self._memory.layout.hash, geometry=self._geometry, rank=self._memory.shard.rank)
+        arrival = _Arrival(admit)
+        loaded: Loaded | None = None
         try:
-            async with asyncio.timeout_at(deadline), self._links.use(address, source_epoch) as link:
-                left = max(0.001, deadline - clock())
-                opened = pb.Open(transfer_id=transfer_id, attempt=attempt, epoch=source_epoch, request_id=request_id,
-                                 compatibility_hash=self._memory.layout.hash, remaining_ms=max(1, int(left * 1000)))
-                return await self._transfer(link.transfer(left), opened, admit)
+            async with asyncio.timeout_at(deadline):
+                source = await self._source(addresses, source_epoch)
+                copies = plan.plan(self._memory.layout, source.geometry, self._memory.shard)
+                for rank in copies:
+                    stream = asyncio.create_task(self._stream(addresses[rank], replace(source, rank=rank), copies[rank], opened,
+                                                              deadline, arrival, decides=rank == min(copies)))
+                    stream.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+                    arrival.streams.append(stream)
+                done, _ = await asyncio.wait(arrival.streams, return_when=asyncio.FIRST_EXCEPTION)
+            parts = [stream.result() for stream in done if not stream.cancelled()]
+            loaded = Loaded(handed=next((part.handed for part in parts if part.handed), None),
+                            kv_bytes=sum(part.kv_bytes for part in parts), state_bytes=sum(part.state_bytes for part in parts),
+                            seconds=max(part.seconds for part in parts), calls=tuple(arrival.calls))
+            return loaded
         except TimeoutError as error:
-            raise DeadlineError(late) from error
+            raise DeadlineError(_LATE) from error
+        finally:
+            if loaded is None:
+                arrival.stop()
+                for call in arrival.calls:
+                    call.cancel()
+
+    async def _source(self, addresses: Sequence[str], epoch: int) -> Shard:
+        """The source's rank 0. Raises IncompatibleError unless the addresses are those of all of its ranks."""
+        if not addresses:
+            raise IncompatibleError("the source has no address")
+        async with self._links.use(addresses[0], epoch) as link:
+            if link.shard.geometry.world != len(addresses):
+                raise IncompatibleError(f"{len(addresses)} addresses of the source are given; it is {link.shard.geometry}")
+            return replace(link.shard, rank=0)
+
+    async def _stream(self, address: str, source: Shard, copies: Sequence[plan.Copy], opened: pb.Open, deadline: float,
+                      arrival: _Arrival, *, decides: bool) -> Loaded:
+        """Read one source rank's part."""
+        try:
+            async with self._links.use(address, opened.epoch) as link:
+                if link.shard != source:
+                    raise IncompatibleError(f"at {address} is rank {link.shard.rank} of {link.shard.geometry}, not rank "
+                                            f"{source.rank} of {source.geometry}")
+                left = max(0.001, deadline - asyncio.get_running_loop().time())
+                call = link.transfer(left)
+                arrival.calls.append(call)
+                opening = pb.Open(remaining_ms=max(1, int(left * 1000)))
+                opening.MergeFrom(opened)
+                await call.write(frames.control(open=opening))
+                memory = self._memory.narrowed([(copy.spec, copy.at_destination) for copy in copies])
+                return await self._receive(call, memory, arrival, decides=decides,
+                                           leads=source.rank == self._memory.shard.rank == 0)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise DeadlineError(late) from error
+                raise DeadlineError(_LATE) from error
             raise TransferError(f"the Transfer from {address} broke: {error.code().name} {error.details()}") from error
         except asyncio.CancelledError:
             if _is_cancelled():
                 raise
             raise TransferError(f"the source at {address} cut the Transfer off") from None
 
-    async def _transfer(self, call: Call, opened: pb.Open, admit: Admit) -> Loaded:
-        loaded: Loaded | None = None
+    async def _receive(self, call: Call, memory: CacheMemory, arrival: _Arrival, *, decides: bool, leads: bool) -> Loaded:
+        num_tokens = (await self._expect(call, "begin")).begin.num_tokens
         try:
-            await call.write(frames.control(open=opened))
-            loaded = await self._receive(call, admit)
-            return loaded
-        finally:
-            if loaded is None:
-                call.cancel()
-
-    async def _receive(self, call: Call, admit: Admit) -> Loaded:
-        begin = await self._expect(call, "begin")
-        began = time.monotonic()
-        num_tokens = begin.begin.num_tokens
-        try:
-            landing = await admit(num_tokens)
+            landing = await arrival.place(num_tokens, decides=decides)
             if landing is None:
                 await _part(call, frames.control(busy=pb.Busy(reason="no memory for the prompt and its output")))
                 raise BusyError("the decode replica has no memory for this request now", retry_after_seconds=0.1)
-            coverage = Coverage(self._memory.layout, num_tokens, landing.have_tokens)
+            coverage = Coverage(memory, num_tokens, landing.have_tokens)
             await call.write(frames.control(ready=pb.Ready(have_tokens=landing.have_tokens)))
-            return await self._land(call, landing, coverage, began)
+            handoff = await self._land(call, memory, landing, coverage, leads=leads)
+            return Loaded(handed=handoff, kv_bytes=coverage.kv_bytes, state_bytes=coverage.state_bytes,
+                          seconds=time.monotonic() - arrival.began, calls=(call,))
         except (grpc.aio.AioRpcError, BusyError):
             raise
         except Exception as error:
+            arrival.stop()
             told = error if isinstance(error, SlipstreamError) else InternalError(f"the destination failed: {error!r}")
             await _part(call, frames.control(failed=pb.Failed(code=told.code, message=told.message)))
             raise
 
-    async def _land(self, call: Call, landing: Landing, coverage: Coverage, began: float) -> Loaded:
+    async def _land(self, call: Call, memory: CacheMemory, landing: Landing, coverage: Coverage, *,
+                    leads: bool) -> Handoff | None:
+        """Until a stream's part is here and verified; the Handoff of the one that leads."""
         handoff: Handoff | None = None
         while True:
             frame = frames.parse(await _read(call))
             if isinstance(frame, tuple):
                 ranges, payload = frame
                 coverage.check(ranges)
-                self._path.land(self._memory, landing, ranges, payload)
-                coverage.add(ranges, self._memory, landing)
+                self._path.land(memory, landing, ranges, payload)
+                coverage.add(ranges, memory, landing)
                 continue
             match frame.WhichOneof("message"):
-                case "handoff" if handoff is None:
+                case "handoff" if handoff is None and leads:
                     handoff = frames.handoff_from_pb(frame.handoff)
                 case "failed":
                     raise by_code(frame.failed.code, frame.failed.message)
                 case "sent":
-                    self._verify(handoff, coverage, frame.sent)
-                    assert handoff is not None
-                    return Loaded(handoff=handoff, kv_bytes=coverage.kv_bytes, state_bytes=coverage.state_bytes,
-                                  seconds=time.monotonic() - began, call=call)
+                    if leads:
+                        _check(handoff, coverage.num_tokens)
+                    if handoff is None or not handoff.finished:  # a finished prompt's bytes are not needed, nor all sent
+                        coverage.verify(frame.sent.kv_bytes, frame.sent.state_bytes, frame.sent.digest)
+                    return handoff
                 case other:
                     raise ProtocolError(f"{other} in the middle of a transfer")
-
-    def _verify(self, handoff: Handoff | None, coverage: Coverage, sent: pb.Sent) -> None:
-        if handoff is None:
-            raise CoverageError("the transfer ended without a Handoff")
-        if handoff.prompt_tokens != coverage.num_tokens or handoff.state_token_count != coverage.num_tokens:
-            raise CoverageError(f"the Handoff is for {handoff.prompt_tokens} tokens with a state after "
-                                f"{handoff.state_token_count}; the prompt has {coverage.num_tokens}")
-        if not handoff.finished:  # a finished prompt's bytes are not needed, and may not all have been sent
-            coverage.verify(sent.kv_bytes, sent.state_bytes, sent.digest)
 
     async def _expect(self, call: Call, kind: str) -> pb.Control:
         frame = frames.parse(await _read(call))
@@ -177,6 +256,14 @@ class CacheLoader:
         if frame.WhichOneof("message") != kind:
             raise ProtocolError(f"{frame.WhichOneof('message')} instead of {kind}")
         return frame
+
+
+def _check(handoff: Handoff | None, num_tokens: int) -> None:
+    if handoff is None:
+        raise CoverageError("the transfer ended without a Handoff")
+    if handoff.prompt_tokens != num_tokens or handoff.state_token_count != num_tokens:
+        raise CoverageError(f"the Handoff is for {handoff.prompt_tokens} tokens with a state after "
+                            f"{handoff.state_token_count}; the prompt has {num_tokens}")
 
 
 async def _read(call: Call) -> bytes:

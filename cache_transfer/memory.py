@@ -1,20 +1,26 @@
 """A rank's cache tensors as bytes: finds the pieces of a range, reads and writes them. Knows no owner and no stream.
 
-Whoever calls must own the blocks and the slot that it names; nothing here can check that.
+Whoever calls must own the blocks and the slot that it names; nothing here can check that. What takes all of each row is pieces
+of the memory itself, whole blocks where it can; what takes only some heads is gathered and scattered by numpy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from cache_transfer.frames import Range
-from cache_transfer.layout import CacheLayout, Kind
+from cache_transfer.layout import CacheLayout, Cut, Kind, TensorSpec, whole
 from slipstream.errors import ConfigError, InternalError, ProtocolError
+from slipstream.sharding import Shard
+
+_Rows = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,15 +34,33 @@ class Landing:
     """Destination: rows [0, have_tokens), whole blocks, are here already. They are not sent, and never written."""
 
 
-class CacheMemory:
-    """Binds a layout's tensor names to CPU tensors."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Bound:
+    """A tensor's memory, and what is seen of it."""
 
-    def __init__(self, layout: CacheLayout, tensors: Mapping[str, Tensor]) -> None:
-        """Raises ConfigError for a tensor that is missing, strided, on a device, or of another size than the layout says."""
+    spec: TensorSpec
+    memory: memoryview
+    slots: int
+    """Blocks of a kv tensor, slots of a state."""
+    size: int
+    """Bytes of one token's keys, or of a slot."""
+    cut: Cut
+    rows: _Rows
+    """A kv tensor as [block, k|v, row, byte of one token's keys]."""
+
+
+class CacheMemory:
+    """Binds the tensors of one rank to CPU memory. `narrowed`, it is what one stream carries of them; either is a `Part`."""
+
+    def __init__(self, layout: CacheLayout, tensors: Mapping[str, Tensor], shard: Shard | None = None) -> None:
+        """`shard`: the rank whose tensors these are; None: they are whole. Raises ConfigError for a tensor that is missing,
+        strided, on a device, or of another size than the layout says."""
         self.layout = layout
-        self._bytes: list[memoryview] = []
-        self._slots: list[int] = []
-        for spec in layout.tensors:
+        self.shard = shard or whole(layout)
+        self.block_size = layout.block_size
+        self.tensors = layout.held(self.shard)
+        self._bound: list[_Bound] = []
+        for spec in self.tensors:
             if spec.name not in tensors:
                 raise ConfigError(f"the cache has no tensor {spec.name}; it has {', '.join(sorted(tensors))}")
             tensor = tensors[spec.name]
@@ -48,25 +72,46 @@ class CacheMemory:
             unit = spec.unit_bytes * (layout.block_size if spec.kind is Kind.KV else 1)
             if len(view) != unit * tensor.shape[0]:
                 raise ConfigError(f"{spec.name} has {len(view)} bytes; its layout says {tensor.shape[0]} times {unit}")
-            self._bytes.append(view)
-            self._slots.append(tensor.shape[0])
+            size = spec.unit_bytes // 2 if spec.kind is Kind.KV else spec.unit_bytes
+            rows = np.frombuffer(view, np.uint8).reshape((tensor.shape[0], -1, layout.block_size, size)
+                                                         if spec.kind is Kind.KV else -1)
+            self._bound.append(_Bound(spec=spec, memory=view, slots=tensor.shape[0], size=size, cut=((0, size),), rows=rows))
+
+    def narrowed(self, carried: Sequence[tuple[TensorSpec, Cut]]) -> CacheMemory:
+        """The same memory, of which only these tensors, and of each only this cut, are seen."""
+        by_name = {bound.spec.name: bound for bound in self._bound}
+        seen = copy.copy(self)
+        seen.tensors = tuple(spec for spec, _ in carried)
+        seen._bound = [replace(by_name[spec.name], spec=spec, cut=cut) for spec, cut in carried]
+        return seen
 
     def pieces(self, where: Landing, part: Range) -> Iterator[memoryview]:
-        """The contiguous pieces of a range, in payload order; together `range_bytes(part)` long.
+        """The bytes of a range in payload order, to read; together `range_bytes(part)` long.
 
         Raises ProtocolError for a range outside the prompt's memory, InternalError for a block outside the pool.
         """
-        spec = self.layout.tensors[part.tensor]
-        memory = self._bytes[part.tensor]
+        for view in self._views(where, part):
+            yield view if isinstance(view, memoryview) else memoryview(view.tobytes())
+
+    def land(self, where: Landing, part: Range, payload: memoryview) -> None:
+        """Write a range's payload. Raises ProtocolError where it does not fit."""
+        offset = 0
+        for view in self._views(where, part):
+            if isinstance(view, memoryview):
+                view[:] = payload[offset : offset + len(view)]
+                offset += len(view)
+            else:
+                view[...] = np.frombuffer(payload, np.uint8, view.size, offset).reshape(view.shape)
+                offset += view.size
+
+    def _views(self, where: Landing, part: Range) -> Iterator[memoryview | _Rows]:
+        """Where a range lies, in payload order: in contiguous pieces, or block by block as [k|v, row, byte] of some heads."""
+        bound = self._bound[part.tensor]
+        spec, memory = bound.spec, bound.memory
         if spec.kind is not Kind.KV:
-            if where.state_slot is None or not 0 <= where.state_slot < self._slots[part.tensor]:
-                raise ProtocolError(f"{spec.name}: no state slot {where.state_slot}")
-            if part.first + part.units > spec.unit_bytes:
-                raise ProtocolError(f"{spec.name}: bytes {part.first}+{part.units} of {spec.unit_bytes}")
-            start = where.state_slot * spec.unit_bytes + part.first
-            yield memory[start : start + part.units]
+            yield from _of_state(bound, where, part)
             return
-        size, row = self.layout.block_size, spec.unit_bytes // 2
+        size, row, ((at, width),) = self.block_size, bound.size, bound.cut
         position, end = part.first, part.first + part.units
         if end > len(where.blocks) * size:
             raise ProtocolError(f"{spec.name}: rows up to {end} of {len(where.blocks)} blocks of {size}")
@@ -74,10 +119,12 @@ class CacheMemory:
             offset = position % size
             rows = min(size - offset, end - position)
             block = where.blocks[position // size]
-            if not 0 <= block < self._slots[part.tensor]:
-                raise InternalError(f"{spec.name}: block {block} of a pool of {self._slots[part.tensor]}")
+            if not 0 <= block < bound.slots:
+                raise InternalError(f"{spec.name}: block {block} of a pool of {bound.slots}")
             keys = block * 2 * size * row + offset * row
-            if rows == size:
+            if width < row:
+                yield bound.rows[block, :, offset : offset + rows, at : at + width]
+            elif rows == size:
                 yield memory[keys : keys + 2 * size * row]
             else:
                 yield memory[keys : keys + rows * row]
@@ -86,17 +133,26 @@ class CacheMemory:
 
     def range_bytes(self, part: Range) -> int:
         """Payload bytes of a range. Raises ProtocolError for an unknown tensor."""
-        if part.tensor >= len(self.layout.tensors):
-            raise ProtocolError(f"tensor {part.tensor} of {len(self.layout.tensors)}")
-        spec = self.layout.tensors[part.tensor]
+        if part.tensor >= len(self.tensors):
+            raise ProtocolError(f"tensor {part.tensor} of {len(self.tensors)}")
+        spec = self.tensors[part.tensor]
         return part.units * spec.unit_bytes if spec.kind is Kind.KV else part.units
 
-    def land(self, where: Landing, part: Range, payload: memoryview) -> None:
-        """Write a range's payload. Raises ProtocolError where it does not fit."""
-        offset = 0
-        for piece in self.pieces(where, part):
-            piece[:] = payload[offset : offset + len(piece)]
-            offset += len(piece)
+
+def _of_state(bound: _Bound, where: Landing, part: Range) -> Iterator[memoryview]:
+    """Bytes of a state, counted over its cut."""
+    spec, slot = bound.spec, where.state_slot
+    if slot is None or not 0 <= slot < bound.slots:
+        raise ProtocolError(f"{spec.name}: no state slot {slot}")
+    if part.first + part.units > spec.unit_bytes:
+        raise ProtocolError(f"{spec.name}: bytes {part.first}+{part.units} of {spec.unit_bytes}")
+    skip, left = part.first, part.units
+    for at, length in bound.cut:
+        taken = max(0, min(length - skip, left))
+        start = slot * bound.size + at + skip
+        if taken:
+            yield bound.memory[start : start + taken]
+        skip, left = max(0, skip - length), left - taken
 
 
 def tune_allocator() -> None:

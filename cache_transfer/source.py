@@ -1,4 +1,4 @@
-"""One prompt on its way out: what is final, what has been sent, who holds it. Knows no gRPC server.
+"""One prompt on its way out of this rank: what becomes of it, which destination ranks take it. Knows no gRPC server.
 
 Ledger: from `allocated` until its terminal event the transfer may read the prompt's blocks and slot; after `done` or `failed`
 it never does again, so the owner frees them then and not before.
@@ -9,65 +9,56 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Protocol
 
 import grpc
 import grpc.aio
 
-from cache_transfer import frames
+from cache_transfer import frames, plan
 from cache_transfer.channels.base import Channel
-from cache_transfer.coverage import Coverage
-from cache_transfer.frames import Range
 from cache_transfer.handoff import Handoff
-from cache_transfer.layout import Kind, TensorSpec
 from cache_transfer.memory import CacheMemory, Landing
+from cache_transfer.stream import LOST, LeftError, Prompt, Read, Stream, Write
 from slipstream.errors import (
     DeadlineError,
+    IncompatibleError,
     InternalError,
     LeaseExpiredError,
     ProtocolError,
     SlipstreamError,
     TransferError,
-    by_code,
 )
+from slipstream.sharding import Geometry, Shard
 from slipstream.v1 import cache_store_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
-_LOST = "the destination was lost"
 _LAST_WORD_SECONDS = 1.0
 """How long a stream may take to tell its destination that the transfer has failed."""
-
-Write = Callable[[bytes], Awaitable[None]]
-Read = Callable[[], Awaitable[bytes | None]]
-"""The next frame; None: the destination has nothing more to say."""
-Reader = asyncio.Task[pb.Control | None]
-"""Waits for the destination's next word."""
-
-
-class _LeftError(Exception):
-    """The destination ended its side before the transfer was complete; the text is for `parked`."""
 
 
 class TransferListener(Protocol):
     """Is told, on the event loop, what becomes of a transfer. Exactly one of `done` and `failed` comes, once, at the end."""
 
     def ready(self) -> None:
-        """The destination takes the bytes as they come."""
+        """Every destination rank that reads from this one takes the bytes as they come."""
 
     def parked(self, reason: str) -> None:
-        """The destination was busy or is lost; the prompt waits under its lease."""
+        """One of them was busy or is lost, and so all were let go; the prompt waits under its lease."""
 
     def done(self, committed: bool) -> None:
-        """The destination has what it needs."""
+        """They have what they need."""
 
     def failed(self, error: SlipstreamError) -> None:
-        """Given up: by `fail`, by the destination, or by the lease."""
+        """Given up: by `fail`, by a destination rank, or by the lease."""
 
 
 class SourceTransfer:
-    """Implements the engine's Publisher: those three methods may come from any thread, all else stays on the loop."""
+    """Implements the engine's Publisher: those three methods may come from any thread, all else stays on the loop.
+
+    An attempt is the streams of one destination, one from each of its ranks that reads from this rank; they end together.
+    """
 
     def __init__(self, transfer_id: str, request_id: str, num_tokens: int, memory: CacheMemory, channel: Channel,
                  listener: TransferListener, *, lease_seconds: float, frame_bytes: int,
@@ -75,7 +66,6 @@ class SourceTransfer:
         self.transfer_id = transfer_id
         self.request_id = request_id
         self.attempt = -1
-        self._num_tokens = num_tokens
         self._memory = memory
         self._path = channel
         self._listener = listener
@@ -83,64 +73,56 @@ class SourceTransfer:
         self._frame_bytes = frame_bytes
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
-        self._changed = asyncio.Event()
-        self._begun: int | None = None
-        self._where: Landing | None = None
-        self._final = [0] * len(memory.layout.tensors)
-        self._by_layer: dict[int, list[tuple[int, TensorSpec]]] = {}
-        for number, spec in enumerate(memory.layout.tensors):
-            self._by_layer.setdefault(spec.layer, []).append((number, spec))
-        self._handoff: Handoff | None = None
-        self._error: SlipstreamError | None = None
+        self._prompt = Prompt(num_tokens)
+        self._streams: dict[int, Stream] = {}  # the attempt's, by destination rank
+        self._to: Geometry | None = None  # the attempt's destination; None: the attempt is over, nobody can join it
         self._over = False
-        self._holder: asyncio.Task[None] | None = None
-        self._lease = self._loop.call_later(lease_seconds, self._lease_over)
+        self._lease: asyncio.TimerHandle | None = None
+        self._start_lease()
 
     # The engine's Publisher: any thread -------------------------------------------------------------------------------
 
     def begin(self, cached_tokens: int) -> None:
         """The scheduler reached the prompt, so much of which is cached."""
-        self._begun = cached_tokens
+        self._prompt.begun = cached_tokens
         self._wake()
 
     def allocated(self, blocks: tuple[int, ...], state_slot: int | None, cached_tokens: int) -> None:
         """Where the prompt lies on this rank; its KV rows [0, cached_tokens) are final."""
-        self._where = Landing(blocks=blocks, state_slot=state_slot)
-        for number, spec in enumerate(self._memory.layout.tensors):
-            if spec.kind is Kind.KV:
-                self._final[number] = cached_tokens
+        self._prompt.place(Landing(blocks=blocks, state_slot=state_slot), cached_tokens)
         self._wake()
 
     def layer_done(self, layer: int, num_tokens: int, last_chunk: bool) -> None:
-        """Rows [0, num_tokens) of the layer are final; its states are if this was the last chunk."""
-        for number, spec in self._by_layer[layer]:
-            if spec.kind is Kind.KV or last_chunk:
-                self._final[number] = self._memory.layout.units(spec, num_tokens)
+        """Rows [0, num_tokens) of the layer are final; its states are if this was the last chunk.
+
+        `layer`: its index in the checkpoint's list, on every rank.
+        """
+        self._prompt.layer_done(layer, num_tokens, last_chunk)
         self._wake()
 
     def _wake(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the process is going down
-            self._loop.call_soon_threadsafe(self._changed.set)
+            self._loop.call_soon_threadsafe(self._changed)
 
     # The worker: on the loop ------------------------------------------------------------------------------------------
 
-    def finish(self, handoff: Handoff) -> None:
-        """The first tokens are drawn: what is left is sent, then the Handoff."""
-        self._handoff = handoff
-        self._changed.set()
+    def finish(self, handoff: Handoff | None = None) -> None:
+        """The first tokens are drawn: what is left is sent, then, between the ranks 0, the Handoff; only rank 0 has one."""
+        assert handoff is not None or self._memory.shard.rank > 0, "rank 0 hands over"
+        self._prompt.handoff, self._prompt.complete = handoff, True
+        self._changed()
 
     def fail(self, error: SlipstreamError) -> None:
         """Give up: `failed` comes before this returns, and the destination is told at once. Repeats do nothing.
 
-        Memory is read between two awaits of the stream only, so nobody reads it now, and `serve` looks before it reads again.
+        Memory is read between two awaits of a stream only, so nobody reads it now, and a stream looks before it reads again.
         """
-        if self._over:
-            return
-        self._error = error
-        self._changed.set()
-        if self._holder is not None:  # a destination that takes nothing must not keep the stream
-            self._loop.call_later(_LAST_WORD_SECONDS, self._holder.cancel)
-        self._end(lambda: self._listener.failed(error))
+        self._stop(error, lambda: self._listener.failed(error))
+
+    def close(self) -> None:
+        """A follower: rank 0's transfer is done, so each of the destination's ranks has all it needs. `done` comes before this
+        returns, though their Done may still be on its way, or will never come as nobody reads from this rank."""
+        self._stop(TransferError(f"transfer {self.transfer_id} is over"), lambda: self._listener.done(True))
 
     @property
     def over(self) -> bool:
@@ -150,189 +132,128 @@ class SourceTransfer:
     @property
     def error(self) -> SlipstreamError | None:
         """Why it failed, if it did."""
-        return self._error
+        return self._prompt.error
 
-    # The stream -------------------------------------------------------------------------------------------------------
+    # The streams ------------------------------------------------------------------------------------------------------
 
     async def serve(self, opened: pb.Open, read: Read, write: Write) -> None:
-        """Hold the transfer for one destination until it is done, busy, lost or superseded by a higher attempt."""
-        if self._over:
-            raise TransferError(f"transfer {self.transfer_id} has ended")
-        if opened.attempt <= self.attempt:
-            raise ProtocolError(f"transfer {self.transfer_id} was opened by attempt {self.attempt} already; attempt "
-                                f"{opened.attempt} is too late")
-        self.attempt = opened.attempt
-        if (holder := self._holder) is not None:
-            holder.cancel()
-        task = asyncio.current_task()
-        assert task is not None
-        self._holder = task
-        self._lease.cancel()
-        reason = _LOST
+        """Hold the transfer for one destination rank until all of them are done, or one is busy or lost, or a higher attempt
+        supersedes them. `opened` names a rank that passed `plan.check`."""
+        stream = self._join(opened, read, write)
+        reason = LOST
         try:
             async with asyncio.timeout(opened.remaining_ms / 1000):
-                await self._converse(read, write)
+                await stream.converse()
         except TimeoutError:
-            await self._give_up(task, DeadlineError("the deadline passed while the destination held the transfer"), write)
+            await self._give_up(stream, DeadlineError("the deadline passed while the destination held the transfer"), write)
         except SlipstreamError as error:
-            await self._give_up(task, error, write)
-        except (_LeftError, grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
-            if isinstance(error, _LeftError):
+            await self._give_up(stream, error, write)
+        except (LeftError, grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
+            if isinstance(error, LeftError):
                 reason = str(error)
         except asyncio.CancelledError:
-            if self._holder is task and not self._over:
+            if self._holds(stream) and not self._over:
                 raise  # by the gRPC server: the stream broke
         except Exception as error:
             logger.exception("sending %s failed", self.transfer_id)
-            await self._give_up(task, InternalError(f"sending the prompt's state failed: {error!r}"), write)
+            await self._give_up(stream, InternalError(f"sending the prompt's state failed: {error!r}"), write)
         finally:
-            if self._holder is task:
-                self._let_go(reason)
+            if self._holds(stream) and not self._over:
+                self._settle(stream, reason)
 
-    async def _give_up(self, task: asyncio.Task[None], error: SlipstreamError, write: Write) -> None:
-        """Fail, unless a higher attempt has taken over meanwhile, and tell the destination."""
-        if self._holder is task:
-            self.fail(error)
-        await _say(write, self._error or error)
-
-    def _let_go(self, reason: str) -> None:
-        """Nobody holds the transfer any more: unless it is over it is parked under its lease."""
-        self._holder = None
+    def _join(self, opened: pb.Open, read: Read, write: Write) -> Stream:
+        """Take a destination rank into its attempt. Raises what makes that impossible."""
         if self._over:
-            return
-        self._lease = self._loop.call_later(self._lease_seconds, self._lease_over)
-        self._listener.parked(reason)
+            raise TransferError(f"transfer {self.transfer_id} has ended")
+        layout, here = self._memory.layout, self._memory.shard
+        to = Shard(geometry=frames.geometry_from_pb(opened, len(layout.layers)), rank=opened.rank)
+        copies = plan.plan(layout, here.geometry, to).get(here.rank)
+        if copies is None:
+            raise IncompatibleError(f"rank {to.rank} of {to.geometry} has nothing to read from rank {here.rank} of "
+                                    f"{here.geometry}")
+        if opened.attempt > self.attempt:
+            self._cut()
+            self.attempt, self._to = opened.attempt, to.geometry
+            self._start_lease()
+        elif opened.attempt < self.attempt or self._to is None or to.rank in self._streams:
+            raise ProtocolError(f"transfer {self.transfer_id} was opened by attempt {self.attempt} already; attempt "
+                                f"{opened.attempt} is too late")
+        elif to.geometry != self._to:
+            raise ProtocolError(f"attempt {self.attempt} at transfer {self.transfer_id} comes from {self._to}, and from "
+                                f"{to.geometry}")
+        stream = self._streams[to.rank] = Stream(
+            self._prompt, self._memory.narrowed([(copy.spec, copy.at_source) for copy in copies]), self._path,
+            leads=here.rank == to.rank == 0, frame_bytes=self._frame_bytes, read=read, write=write, on_ready=self._is_ready)
+        if to.rank == 0:
+            self._end_lease()
+        return stream
 
-    async def _converse(self, read: Read, write: Write) -> None:
-        reader = asyncio.create_task(_control(read))
-        try:
-            await self._until(lambda: self._begun is not None, reader)
-            await write(frames.control(begin=pb.Begin(num_tokens=self._num_tokens, cached_tokens=self._begun or 0,
-                                                      num_layers=len(self._memory.layout.layers))))
-            answer = await self._answer(reader)
-            kind = answer.WhichOneof("message")
-            if kind == "busy":
-                raise _LeftError(f"the destination is busy: {answer.busy.reason}")
-            if kind != "ready":
-                raise ProtocolError(f"{kind} instead of Ready or Busy")
-            coverage = Coverage(self._memory.layout, self._num_tokens, answer.ready.have_tokens)
+    def _holds(self, stream: Stream) -> bool:
+        return stream in self._streams.values()
+
+    def _is_ready(self) -> None:
+        if self._all_here() and all(stream.ready for stream in self._streams.values()):
             self._listener.ready()
-            reader = asyncio.create_task(_control(read))
-            await self._push(coverage, write, reader)
-            answer = await self._answer(reader)
-            if answer.WhichOneof("message") != "done":
-                raise ProtocolError(f"{answer.WhichOneof('message')} instead of Done")
-            committed = answer.done.committed
+
+    def _all_here(self) -> bool:
+        assert self._to is not None
+        return self._streams.keys() == plan.readers(self._memory.layout, self._memory.shard, self._to)
+
+    async def _give_up(self, stream: Stream, error: SlipstreamError, write: Write) -> None:
+        """Fail, unless a higher attempt has taken over meanwhile, and tell the destination."""
+        if self._holds(stream):
+            self.fail(error)
+        with contextlib.suppress(grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
+            told = self._prompt.error or error
+            await write(frames.control(failed=pb.Failed(code=told.code, message=told.message)))
+
+    def _settle(self, stream: Stream, reason: str) -> None:
+        """A stream has ended: with the last Done the transfer is done, without Done the attempt is over."""
+        if stream.committed is None:
+            self._cut()
+            self._start_lease()
+            self._listener.parked(reason)
+        elif self._all_here() and all(other.committed is not None for other in self._streams.values()):
+            committed = all(other.committed for other in self._streams.values())
             self._end(lambda: self._listener.done(committed))
-        finally:  # not awaited: that could swallow a cancel that is meant for this stream
-            reader.cancel()
-            reader.add_done_callback(lambda read: read.cancelled() or read.exception())
 
-    async def _push(self, coverage: Coverage, write: Write, reader: Reader) -> None:
-        """Send what is final as it becomes final, until the Handoff is out."""
-        while True:
-            handoff = self._handoff
-            if handoff is not None and (handoff.finished or coverage.complete):
-                await write(frames.control(handoff=frames.handoff_to_pb(handoff)))
-                await write(frames.control(sent=pb.Sent(kv_bytes=coverage.kv_bytes, state_bytes=coverage.state_bytes,
-                                                        digest=coverage.digest())))
-                return
-            ranges = self._next(coverage)
-            if not ranges:
-                await self._until(lambda seen=handoff: bool(self._next(coverage)) or self._handoff is not seen, reader)  # type: ignore[misc]
-                continue
-            self._raise_if_failed()
-            assert self._where is not None
-            coverage.add(ranges, self._memory, self._where)
-            await write(self._path.pack(self._memory, self._where, ranges))
-            self._raise_if_failed()
+    def _cut(self) -> None:
+        """End the streams of an attempt, but for the one that calls and those that are done."""
+        streams, self._streams, self._to = self._streams, {}, None
+        for stream in streams.values():
+            if stream.committed is None and stream.task is not asyncio.current_task():
+                stream.task.cancel()
 
-    def _next(self, coverage: Coverage) -> list[Range]:
-        """The next frame's ranges: final units that were not sent, whole blocks while the prompt still grows."""
-        ranges: list[Range] = []
-        room = self._frame_bytes
-        for number, spec in enumerate(self._memory.layout.tensors):
-            final, sent = self._final[number], coverage.done[number]
-            if spec.kind is Kind.KV:
-                if final < self._num_tokens:
-                    final -= final % self._memory.layout.block_size
-                size = self._memory.layout.block_size
-                most = max(size, room // spec.unit_bytes // size * size)
-                units, cost = min(final - sent, most), spec.unit_bytes
-            else:
-                units, cost = min(final - sent, room), 1
-            if units <= 0:
-                continue
-            ranges.append(Range(number, sent, units))
-            room -= units * cost
-            if room <= 0:
-                break
-        return ranges
+    def _changed(self) -> None:
+        for stream in self._streams.values():
+            stream.changed.set()
 
-    async def _until(self, condition: Callable[[], bool], reader: Reader) -> None:
-        """Wait until `condition` holds. Raises what ended the transfer instead, the destination's word included."""
-        while True:
-            self._raise_if_failed()
-            self._changed.clear()
-            if condition():
-                return
-            await self._change_or(reader)
-            if reader.done():
-                self._raise_if_failed()
-                raise ProtocolError(f"{_word(reader).WhichOneof('message')} in the middle of a transfer")
+    def _start_lease(self) -> None:
+        """It runs while the destination's rank 0 is not here, and only on the rank 0 of this side: its word ends all ranks."""
+        self._end_lease()
+        if self._memory.shard.rank == 0:
+            self._lease = self._loop.call_later(self._lease_seconds, self._lease_over)
 
-    async def _answer(self, reader: Reader) -> pb.Control:
-        """The destination's next word. Raises _LeftError, or the transfer's failure if that comes first."""
-        while not reader.done():
-            self._raise_if_failed()
-            self._changed.clear()
-            await self._change_or(reader)
-        self._raise_if_failed()
-        return _word(reader)
-
-    async def _change_or(self, reader: Reader) -> None:
-        changed = asyncio.create_task(self._changed.wait())
-        try:
-            await asyncio.wait((changed, reader), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            changed.cancel()
-
-    def _raise_if_failed(self) -> None:
-        if self._error is not None:
-            raise self._error
+    def _end_lease(self) -> None:
+        if self._lease is not None:
+            self._lease.cancel()
 
     def _lease_over(self) -> None:
-        if self._holder is None:
-            self.fail(LeaseExpiredError(f"no decode replica took the prompt within {self._lease_seconds} s",
-                                        retry_after_seconds=1.0))
+        self.fail(LeaseExpiredError(f"no decode replica took the prompt within {self._lease_seconds} s",
+                                    retry_after_seconds=1.0))
+
+    def _stop(self, error: SlipstreamError, tell: Callable[[], None]) -> None:
+        if self._over:
+            return
+        self._prompt.error = error
+        self._changed()
+        for stream in self._streams.values():  # a destination that takes nothing must not keep the stream
+            if stream.committed is None:
+                self._loop.call_later(_LAST_WORD_SECONDS, stream.task.cancel)
+        self._end(tell)
 
     def _end(self, tell: Callable[[], None]) -> None:
         self._over = True
-        self._lease.cancel()
+        self._end_lease()
         self._on_end(self)
         tell()
-
-
-async def _control(read: Read) -> pb.Control | None:
-    frame = await read()
-    if frame is None:
-        return None
-    parsed = frames.parse(frame)
-    if isinstance(parsed, tuple):
-        raise ProtocolError("data from the destination of a transfer")
-    return parsed
-
-
-def _word(reader: Reader) -> pb.Control:
-    """What a reader that is done has read. Raises _LeftError, or what the destination failed of."""
-    answer = reader.result()
-    if answer is None:
-        raise _LeftError(_LOST)
-    if answer.WhichOneof("message") == "failed":
-        raise by_code(answer.failed.code, answer.failed.message)
-    return answer
-
-
-async def _say(write: Write, error: SlipstreamError) -> None:
-    with contextlib.suppress(grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
-        await write(frames.control(failed=pb.Failed(code=error.code, message=error.message)))

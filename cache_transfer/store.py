@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator
 import grpc
 import grpc.aio
 
-from cache_transfer import frames
+from cache_transfer import frames, plan
 from cache_transfer.channels.base import Channel
 from cache_transfer.frames import SERVICE
 from cache_transfer.layout import differences
@@ -22,6 +22,7 @@ from cache_transfer.memory import CacheMemory
 from cache_transfer.source import SourceTransfer, TransferListener
 from slipstream.config import TransferConfig
 from slipstream.errors import IncompatibleError, InvalidRequestError, ProtocolError, SlipstreamError, TransferError
+from slipstream.sharding import Shard
 from slipstream.v1 import cache_store_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -36,11 +37,11 @@ class CacheStore:
 
     def __init__(self, memory: CacheMemory, channel: Channel, *, replica_id: str, epoch: int, rank: int,
                  config: TransferConfig) -> None:
+        assert rank == memory.shard.rank
         self._memory = memory
         self._path = channel
         self._replica_id = replica_id
         self._epoch = epoch
-        self._rank = rank
         self._config = config
         self._transfers: dict[str, SourceTransfer] = {}
         self._tombstones: OrderedDict[str, SlipstreamError] = OrderedDict()
@@ -101,12 +102,24 @@ class CacheStore:
             request = frames.decode(pb.HelloRequest, message)
         except ProtocolError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
-        layout = self._memory.layout
+        layout, shard = self._memory.layout, self._memory.shard
         differ = differences(layout.fields(), dict(request.layout.fields))
+        if not differ:
+            differ = self._misfit(request)
         if differ:
             logger.warning("%s keeps its cache another way: %s", request.replica_id, differ)
-        return pb.HelloReply(replica_id=self._replica_id, epoch=self._epoch, rank=self._rank, compatible=not differ,
-                             reason=differ, layout=pb.Layout(hash=layout.hash, fields=layout.fields())).SerializeToString()
+        return pb.HelloReply(replica_id=self._replica_id, epoch=self._epoch, rank=shard.rank, compatible=not differ,
+                             reason=differ, layout=pb.Layout(hash=layout.hash, fields=layout.fields()),
+                             geometry=frames.geometry_to_pb(shard.geometry)).SerializeToString()
+
+    def _misfit(self, message: pb.HelloRequest | pb.Open) -> str:
+        """Why our layout can have no such destination rank; empty if it can."""
+        layout = self._memory.layout
+        try:
+            plan.check(layout, Shard(geometry=frames.geometry_from_pb(message, len(layout.layers)), rank=message.rank))
+        except IncompatibleError as error:
+            return error.message
+        return ""
 
     async def _transfer(self, requests: AsyncIterator[bytes], context: Context) -> None:
         async def read() -> bytes | None:
@@ -133,6 +146,8 @@ class CacheStore:
         if opened.compatibility_hash != self._memory.layout.hash:
             raise IncompatibleError(f"{self._replica_id} has compatibility hash {self._memory.layout.hash}, the destination "
                                     f"{opened.compatibility_hash}")
+        if misfit := self._misfit(opened):
+            raise IncompatibleError(f"the destination does not fit {self._replica_id}: {misfit}")
         name = opened.transfer_id
         wait = min(opened.remaining_ms / 1000, self._config.lease_seconds)
         try:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fslipstream/v1/cache_store.proto\x12\x19slipstream.cache_store.v1\"r\n\x0cHelloRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x31\n\x06layout\x18\x04 \x01(\x0b\x32!.slipstream.cache_store.v1.Layout\"\x94\x01\n\nHelloReply\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x31\n\x06layout\x18\x04 \x01(\x0b\x32!.slipstream.cache_store.v1.Layout\x12\x12\n\ncompatible\x18\x05 \x01(\x08\x12\x0e\n\x06reason\x18\x06 \x01(\t\"\x84\x01\n\x06Layout\x12\x0c\n\x04hash\x18\x01 \x01(\t\x12=\n\x06\x66ields\x18\x02 \x03(\x0b\x32-.slipstream.cache_store.v1.Layout.FieldsEntry\x1a-\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xaa\x03\n\x07\x43ontrol\x12/\n\x04open\x18\x01 \x01(\x0b\x32\x1f.slipstream.cache_store.v1.OpenH\x00\x12\x31\n\x05\x62\x65gin\x18\x02 \x01(\x0b\x32 .slipstream.cache_store.v1.BeginH\x00\x12\x31\n\x05ready\x18\x03 \x01(\x0b\x32 .slipstream.cache_store.v1.ReadyH\x00\x12/\n\x04\x62usy\x18\x04 \x01(\x0b\x32\x1f.slipstream.cache_store.v1.BusyH\x00\x12/\n\x04sent\x18\x05 \x01(\x0b\x32\x1f.slipstream.cache_store.v1.SentH\x00\x12\x35\n\x07handoff\x18\x06 \x01(\x0b\x32\".slipstream.cache_store.v1.HandoffH\x00\x12\x33\n\x06\x66\x61iled\x18\x07 \x01(\x0b\x32!.slipstream.cache_store.v1.FailedH\x00\x12/\n\x04\x64one\x18\x08 \x01(\x0b\x32\x1f.slipstream.cache_store.v1.DoneH\x00\x42\t\n\x07message\"\x81\x01\n\x04Open\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x1a\n\x12\x63ompatibility_hash\x18\x04 \x01(\t\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x14\n\x0cremaining_ms\x18\x06 \x01(\r\"F\n\x05\x42\x65gin\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"-\n\x05Ready\x12\x0f\n\x07landing\x18\x01 \x01(\x0c\x12\x13\n\x0bhave_tokens\x18\x02 \x01(\r\"\x16\n\x04\x42usy\x12\x0e\n\x06reason\x18\x01 \x01(\t\"=\n\x04Sent\x12\x10\n\x08kv_bytes\x18\x01 \x01(\x04\x12\x13\n\x0bstate_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\"\xdd\x01\n\x07Handoff\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x19\n\x11state_token_count\x18\x04 \x01(\r\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12\x32\n\x07\x63hoices\x18\x06 \x03(\x0b\x32!.slipstream.cache_store.v1.Choice\x12\x13\n\x0bmrope_delta\x18\x07 \x01(\x11\x12\x1b\n\x13mrope_last_position\x18\x08 \x03(\x11\"?\n\x06\x43hoice\x12\x13\n\x0b\x66irst_token\x18\x01 \x01(\r\x12\x10\n\x08\x66inished\x18\x02 \x01(\x08\x12\x0e\n\x06\x63hoice\x18\x03 \x01(\r\"\'\n\x06\x46\x61iled\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"\x19\n\x04\x44one\x12\x11\n\tcommitted\x18\x01 \x01(\x08\x32\x65\n\nCacheStore\x12W\n\x05Hello\x12\'.slipstream.cache_store.v1.HelloRequest\x1a%.slipstream.cache_store.v1.HelloReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fslipstream/v1/cache_store.proto\x12\x19slipstream.cache_store.v1\"\xa9\x01\n\x0cHelloRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x31\n\x06layout\x18\x04 \x01(\x0b\x32!.slipstream.cache_store.v1.Layout\x12\x35\n\x08geometry\x18\x05 \x01(\x0b\x32#.slipstream.cache_store.v1.Geometry\"\xcb\x01\n\nHelloReply\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x31\n\x06layout\x18\x04 \x01(\x0b\x32!.slipstream.cache_store.v1.Layout\x12\x12\n\ncompatible\x18\x05 \x01(\x08\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x35\n\x08geometry\x18\x07 \x01(\x0b\x32#.slipstream.cache_store.v1.Geometry\"&\n\x08Geometry\x12\n\n\x02tp\x18\x01 \x01(\r\x12\x0e\n\x06stages\x18\x02 \x03(\r\"\x84\x01\n\x06Layout\x12\x0c\n\x04hash\x18\x01 \x01(\t\x12=\n\x06\x66ields\x18\x02 \x03(\x0b\x32-.slipstream.cache_store.v1.Layout.FieldsEntry\x1a-\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xaa\x03\n\x07\x43ontrol\x12/\n\x04open\x18\x01 \x01(\x0b\x32\x1f.slipstream.cache_store.v1.OpenH\x00\x12\x31\n\x05\x62\x65gin\x18\x02 \x01(\x0b\x32 .slipstream.cache_store.v1.BeginH\x00\x12\x31\n\x05ready\x18\x03 \x01(\x0b\x32 .slipstream.cache_store.v1.ReadyH\x00\x12/\n\x04\x62usy\x18\x04 \x01(\x0b\x32\x1f.slipstream.cache_store.v1.BusyH\x00\x12/\n\x04sent\x18\x05 \x01(\x0b\x32\x1f.slipstream.cache_store.v1.SentH\x00\x12\x35\n\x07handoff\x18\x06 \x01(\x0b\x32\".slipstream.cache_store.v1.HandoffH\x00\x12\x33\n\x06\x66\x61iled\x18\x07 \x01(\x0b\x32!.slipstream.cache_store.v1.FailedH\x00\x12/\n\x04\x64one\x18\x08 \x01(\x0b\x32\x1f.slipstream.cache_store.v1.DoneH\x00\x42\t\n\x07message\"\xc6\x01\n\x04Open\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x1a\n\x12\x63ompatibility_hash\x18\x04 \x01(\t\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x14\n\x0cremaining_ms\x18\x06 \x01(\r\x12\x35\n\x08geometry\x18\x07 \x01(\x0b\x32#.slipstream.cache_store.v1.Geometry\x12\x0c\n\x04rank\x18\x08 \x01(\r\"F\n\x05\x42\x65gin\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"-\n\x05Ready\x12\x0f\n\x07landing\x18\x01 \x01(\x0c\x12\x13\n\x0bhave_tokens\x18\x02 \x01(\r\"\x16\n\x04\x42usy\x12\x0e\n\x06reason\x18\x01 \x01(\t\"=\n\x04Sent\x12\x10\n\x08kv_bytes\x18\x01 \x01(\x04\x12\x13\n\x0bstate_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\"\xdd\x01\n\x07Handoff\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x19\n\x11state_token_count\x18\x04 \x01(\r\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12\x32\n\x07\x63hoices\x18\x06 \x03(\x0b\x32!.slipstream.cache_store.v1.Choice\x12\x13\n\x0bmrope_delta\x18\x07 \x01(\x11\x12\x1b\n\x13mrope_last_position\x18\x08 \x03(\x11\"?\n\x06\x43hoice\x12\x13\n\x0b\x66irst_token\x18\x01 \x01(\r\x12\x10\n\x08\x66inished\x18\x02 \x01(\x08\x12\x0e\n\x06\x63hoice\x18\x03 \x01(\r\"\'\n\x06\x46\x61iled\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"\x19\n\x04\x44one\x12\x11\n\tcommitted\x18\x01 \x01(\x08\x32\x65\n\nCacheStore\x12W\n\x05Hello\x12\'.slipstream.cache_store.v1.HelloRequest\x1a%.slipstream.cache_store.v1.HelloReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,34 +33,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_LAYOUT_FIELDSENTRY']._loaded_options = None
   _globals['_LAYOUT_FIELDSENTRY']._serialized_options = b'8\001'
-  _globals['_HELLOREQUEST']._serialized_start=62
-  _globals['_HELLOREQUEST']._serialized_end=176
-  _globals['_HELLOREPLY']._serialized_start=179
-  _globals['_HELLOREPLY']._serialized_end=327
-  _globals['_LAYOUT']._serialized_start=330
-  _globals['_LAYOUT']._serialized_end=462
-  _globals['_LAYOUT_FIELDSENTRY']._serialized_start=417
-  _globals['_LAYOUT_FIELDSENTRY']._serialized_end=462
-  _globals['_CONTROL']._serialized_start=465
-  _globals['_CONTROL']._serialized_end=891
-  _globals['_OPEN']._serialized_start=894
-  _globals['_OPEN']._serialized_end=1023
-  _globals['_BEGIN']._serialized_start=1025
-  _globals['_BEGIN']._serialized_end=1095
-  _globals['_READY']._serialized_start=1097
-  _globals['_READY']._serialized_end=1142
-  _globals['_BUSY']._serialized_start=1144
-  _globals['_BUSY']._serialized_end=1166
-  _globals['_SENT']._serialized_start=1168
-  _globals['_SENT']._serialized_end=1229
-  _globals['_HANDOFF']._serialized_start=1232
-  _globals['_HANDOFF']._serialized_end=1453
-  _globals['_CHOICE']._serialized_start=1455
-  _globals['_CHOICE']._serialized_end=1518
-  _globals['_FAILED']._serialized_start=1520
-  _globals['_FAILED']._serialized_end=1559
-  _globals['_DONE']._serialized_start=1561
-  _globals['_DONE']._serialized_end=1586
-  _globals['_CACHESTORE']._serialized_start=1588
-  _globals['_CACHESTORE']._serialized_end=1689
+  _globals['_HELLOREQUEST']._serialized_start=63
+  _globals['_HELLOREQUEST']._serialized_end=232
+  _globals['_HELLOREPLY']._serialized_start=235
+  _globals['_HELLOREPLY']._serialized_end=438
+  _globals['_GEOMETRY']._serialized_start=440
+  _globals['_GEOMETRY']._serialized_end=478
+  _globals['_LAYOUT']._serialized_start=481
+  _globals['_LAYOUT']._serialized_end=613
+  _globals['_LAYOUT_FIELDSENTRY']._serialized_start=568
+  _globals['_LAYOUT_FIELDSENTRY']._serialized_end=613
+  _globals['_CONTROL']._serialized_start=616
+  _globals['_CONTROL']._serialized_end=1042
+  _globals['_OPEN']._serialized_start=1045
+  _globals['_OPEN']._serialized_end=1243
+  _globals['_BEGIN']._serialized_start=1245
+  _globals['_BEGIN']._serialized_end=1315
+  _globals['_READY']._serialized_start=1317
+  _globals['_READY']._serialized_end=1362
+  _globals['_BUSY']._serialized_start=1364
+  _globals['_BUSY']._serialized_end=1386
+  _globals['_SENT']._serialized_start=1388
+  _globals['_SENT']._serialized_end=1449
+  _globals['_HANDOFF']._serialized_start=1452
+  _globals['_HANDOFF']._serialized_end=1673
+  _globals['_CHOICE']._serialized_start=1675
+  _globals['_CHOICE']._serialized_end=1738
+  _globals['_FAILED']._serialized_start=1740
+  _globals['_FAILED']._serialized_end=1779
+  _globals['_DONE']._serialized_start=1781
+  _globals['_DONE']._serialized_end=1806
+  _globals['_CACHESTORE']._serialized_start=1808
+  _globals['_CACHESTORE']._serialized_end=1909
 # @@protoc_insertion_point(module_scope)

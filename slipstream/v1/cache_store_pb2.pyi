@@ -26,11 +26,14 @@ class HelloRequest(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
+    GEOMETRY_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     epoch: _builtins.int
     rank: _builtins.int
     @_builtins.property
     def layout(self) -> Global___Layout: ...
+    @_builtins.property
+    def geometry(self) -> Global___Geometry: ...
     def __init__(
         self,
         *,
@@ -38,10 +41,11 @@ class HelloRequest(_message.Message):
         epoch: _builtins.int = ...,
         rank: _builtins.int = ...,
         layout: Global___Layout | None = ...,
+        geometry: Global___Geometry | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["geometry", b"geometry", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "layout", b"layout", "rank", b"rank", "replica_id", b"replica_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "geometry", b"geometry", "layout", b"layout", "rank", b"rank", "replica_id", b"replica_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -57,6 +61,7 @@ class HelloReply(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     COMPATIBLE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    GEOMETRY_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     epoch: _builtins.int
     rank: _builtins.int
@@ -65,6 +70,8 @@ class HelloReply(_message.Message):
     """which fields differ, with both values"""
     @_builtins.property
     def layout(self) -> Global___Layout: ...
+    @_builtins.property
+    def geometry(self) -> Global___Geometry: ...
     def __init__(
         self,
         *,
@@ -74,14 +81,43 @@ class HelloReply(_message.Message):
         layout: Global___Layout | None = ...,
         compatible: _builtins.bool = ...,
         reason: _builtins.str = ...,
+        geometry: Global___Geometry | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["geometry", b"geometry", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compatible", b"compatible", "epoch", b"epoch", "layout", b"layout", "rank", b"rank", "reason", b"reason", "replica_id", b"replica_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compatible", b"compatible", "epoch", b"epoch", "geometry", b"geometry", "layout", b"layout", "rank", b"rank", "reason", b"reason", "replica_id", b"replica_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HelloReply: _TypeAlias = HelloReply  # noqa: Y015
+
+@_typing.final
+class Geometry(_message.Message):
+    """How a replica is cut; absent: it is one rank."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TP_FIELD_NUMBER: _builtins.int
+    STAGES_FIELD_NUMBER: _builtins.int
+    tp: _builtins.int
+    """tensor ranks of each stage: rank = stage * tp + tensor rank"""
+    @_builtins.property
+    def stages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """layers of each stage, in order"""
+
+    def __init__(
+        self,
+        *,
+        tp: _builtins.int = ...,
+        stages: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["stages", b"stages", "tp", b"tp"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Geometry: _TypeAlias = Geometry  # noqa: Y015
 
 @_typing.final
 class Layout(_message.Message):
@@ -188,6 +224,8 @@ class Open(_message.Message):
     COMPATIBILITY_HASH_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     REMAINING_MS_FIELD_NUMBER: _builtins.int
+    GEOMETRY_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     attempt: _builtins.int
     epoch: _builtins.int
@@ -195,6 +233,12 @@ class Open(_message.Message):
     compatibility_hash: _builtins.str
     request_id: _builtins.str
     remaining_ms: _builtins.int
+    rank: _builtins.int
+    """of the destination"""
+    @_builtins.property
+    def geometry(self) -> Global___Geometry:
+        """of the destination: the same in every stream of an attempt"""
+
     def __init__(
         self,
         *,
@@ -204,10 +248,12 @@ class Open(_message.Message):
         compatibility_hash: _builtins.str = ...,
         request_id: _builtins.str = ...,
         remaining_ms: _builtins.int = ...,
+        geometry: Global___Geometry | None = ...,
+        rank: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["geometry", b"geometry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "compatibility_hash", b"compatibility_hash", "epoch", b"epoch", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "compatibility_hash", b"compatibility_hash", "epoch", b"epoch", "geometry", b"geometry", "rank", b"rank", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -224,7 +270,7 @@ class Begin(_message.Message):
     """of the prompt"""
     num_layers: _builtins.int
     cached_tokens: _builtins.int
-    """of the prompt's beginning, that prefill has cached and need not compute"""
+    """between the ranks 0: of the prompt's beginning, that prefill has cached and need not compute"""
     def __init__(
         self,
         *,
@@ -293,7 +339,7 @@ class Sent(_message.Message):
     kv_bytes: _builtins.int
     state_bytes: _builtins.int
     digest: _builtins.bytes
-    """XXH3-128 over the per-tensor digests, in layout order"""
+    """of what this stream carries: XXH3-128 over the per-tensor digests, in layout order"""
     def __init__(
         self,
         *,

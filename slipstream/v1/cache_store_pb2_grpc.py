@@ -30,8 +30,10 @@ class CacheStoreStub:
     below, or a data frame that no protobuf parser ever copies. It is registered as a generic handler and stands here for
     reading only:
     rpc Transfer(stream Frame) returns (stream Frame)
+    One stream joins one rank of the destination to one rank of the source that holds part of its shard; both compute what it
+    carries from the two geometries (cache_transfer/plan.py).
     destination: Open                        source: Begin
-    destination: Ready | Busy                source: data* , Handoff (rank 0 only), Sent | Failed
+    destination: Ready | Busy                source: data* , Handoff (between the ranks 0 only), Sent | Failed
     destination: Done | Failed
     """
 
@@ -53,8 +55,10 @@ class CacheStoreServicer:
     below, or a data frame that no protobuf parser ever copies. It is registered as a generic handler and stands here for
     reading only:
     rpc Transfer(stream Frame) returns (stream Frame)
+    One stream joins one rank of the destination to one rank of the source that holds part of its shard; both compute what it
+    carries from the two geometries (cache_transfer/plan.py).
     destination: Open                        source: Begin
-    destination: Ready | Busy                source: data* , Handoff (rank 0 only), Sent | Failed
+    destination: Ready | Busy                source: data* , Handoff (between the ranks 0 only), Sent | Failed
     destination: Done | Failed
     """
 
@@ -86,8 +90,10 @@ class CacheStore:
     below, or a data frame that no protobuf parser ever copies. It is registered as a generic handler and stands here for
     reading only:
     rpc Transfer(stream Frame) returns (stream Frame)
+    One stream joins one rank of the destination to one rank of the source that holds part of its shard; both compute what it
+    carries from the two geometries (cache_transfer/plan.py).
     destination: Open                        source: Begin
-    destination: Ready | Busy                source: data* , Handoff (rank 0 only), Sent | Failed
+    destination: Ready | Busy                source: data* , Handoff (between the ranks 0 only), Sent | Failed
     destination: Done | Failed
     """
 

@@ -31,8 +31,10 @@ class CacheStoreStub:
     below, or a data frame that no protobuf parser ever copies. It is registered as a generic handler and stands here for
     reading only:
       rpc Transfer(stream Frame) returns (stream Frame)
+    One stream joins one rank of the destination to one rank of the source that holds part of its shard; both compute what it
+    carries from the two geometries (cache_transfer/plan.py).
       destination: Open                        source: Begin
-      destination: Ready | Busy                source: data* , Handoff (rank 0 only), Sent | Failed
+      destination: Ready | Busy                source: data* , Handoff (between the ranks 0 only), Sent | Failed
       destination: Done | Failed
     """
 
@@ -49,8 +51,10 @@ class CacheStoreAsyncStub(CacheStoreStub):
     below, or a data frame that no protobuf parser ever copies. It is registered as a generic handler and stands here for
     reading only:
       rpc Transfer(stream Frame) returns (stream Frame)
+    One stream joins one rank of the destination to one rank of the source that holds part of its shard; both compute what it
+    carries from the two geometries (cache_transfer/plan.py).
       destination: Open                        source: Begin
-      destination: Ready | Busy                source: data* , Handoff (rank 0 only), Sent | Failed
+      destination: Ready | Busy                source: data* , Handoff (between the ranks 0 only), Sent | Failed
       destination: Done | Failed
     """
 
@@ -63,8 +67,10 @@ class CacheStoreServicer(metaclass=_abc_1.ABCMeta):
     below, or a data frame that no protobuf parser ever copies. It is registered as a generic handler and stands here for
     reading only:
       rpc Transfer(stream Frame) returns (stream Frame)
+    One stream joins one rank of the destination to one rank of the source that holds part of its shard; both compute what it
+    carries from the two geometries (cache_transfer/plan.py).
       destination: Open                        source: Begin
-      destination: Ready | Busy                source: data* , Handoff (rank 0 only), Sent | Failed
+      destination: Ready | Busy                source: data* , Handoff (between the ranks 0 only), Sent | Failed
       destination: Done | Failed
     """
 
