@@ -23,6 +23,7 @@ from cache_transfer.source import SourceTransfer, TransferListener
 from slipstream.config import TransferConfig
 from slipstream.errors import IncompatibleError, InvalidRequestError, ProtocolError, SlipstreamError, TransferError
 from slipstream.sharding import Shard
+from slipstream.types import RequestId
 from slipstream.v1 import cache_store_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -54,13 +55,13 @@ class CacheStore:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Hello": hello,
                                                                                         "Transfer": transfer}),))
 
-    def expect(self, transfer_id: str, request_id: str, num_tokens: int, listener: TransferListener) -> SourceTransfer:
+    def expect(self, transfer_id: str, request: RequestId, num_tokens: int, listener: TransferListener) -> SourceTransfer:
         """Announce a prompt that will be computed. Raises InvalidRequestError if the id is in use, or why it was refused."""
         if transfer_id in self._transfers:
             raise InvalidRequestError(f"transfer id {transfer_id} is in use; every request needs its own", field="transfer_id")
         if transfer_id in self._tombstones:
             raise self._tombstones[transfer_id]
-        transfer = SourceTransfer(transfer_id, request_id, num_tokens, self._memory, self._path, listener,
+        transfer = SourceTransfer(transfer_id, request.name, num_tokens, self._memory, self._path, listener,
                                   lease_seconds=self._config.lease_seconds, frame_bytes=self._config.frame_bytes,
                                   on_end=self._forget)
         self._transfers[transfer_id] = transfer

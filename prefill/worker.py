@@ -54,7 +54,7 @@ class PrefillWorker:
         """Until the destination has committed, or the transfer failed."""
         held = self._held[job.request.id] = _Held()
         listener = _Listener(self._replica, job, held.over)
-        transfer = held.transfer = self._store.expect(job.submit.transfer_id, job.request.id.name, _length(job), listener)
+        transfer = held.transfer = self._store.expect(job.submit.transfer_id, job.request.id, _length(job), listener)
         hashes = tuple(convert.image_from_pb(image)[0] for image in job.submit.images)
         pixels = await self._images.pin(hashes, IMAGE_SECONDS)
         held.images = hashes

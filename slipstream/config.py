@@ -72,7 +72,13 @@ class PoolConfig:
     role: Role
     """`prefill` or `decode`."""
     replicas: int = 1
-    """Processes of this pool, called `NAME-0`, `NAME-1` and so on."""
+    """Replicas of this pool, called `NAME-0`, `NAME-1` and so on."""
+    tp: int = 1
+    """Tensor parallelism: ranks among which the heads of every layer are split."""
+    pp: int = 1
+    """Pipeline parallelism: stages among which the layers are split; a replica has `tp * pp` processes, its ranks."""
+    stages: tuple[int, ...] = ()
+    """Layers of each stage; empty: balanced."""
     cpus: float = 1.0
     """Ray CPUs that each replica reserves."""
     gpus: int = 0

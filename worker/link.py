@@ -39,8 +39,6 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     fingerprint: str
     """Of the model, the geometry and the memory: equal on all ranks."""
-    address: str
-    """Of its CacheStore."""
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +87,8 @@ class Leader(Generic[Down, Up]):
 
     def __init__(self, host: str, port: int, *, world: int, epoch: int, fingerprint: str, up: object) -> None:
         """Listens at once; `port` 0: any free one. `up`: the union of the entries that followers send. Raises GangError."""
-        self._world, self._epoch, self._fingerprint = world, epoch, fingerprint
+        self.world = world
+        self._epoch, self._fingerprint = epoch, fingerprint
         self._decoder: msgspec.msgpack.Decoder[Up] = msgspec.msgpack.Decoder(up)
         self._encoder = msgspec.msgpack.Encoder()
         self._order = threading.Lock()
@@ -101,21 +100,20 @@ class Leader(Generic[Down, Up]):
             raise GangError(f"rank 0 cannot listen on {host}:{port}: {error}") from error
         self.port: int = self._server.getsockname()[1]
 
-    def gather(self, timeout_seconds: float, store_port: int) -> list[str]:
-        """Wait for every other rank; the addresses of their CacheStores, in the order of the ranks. Raises GangError."""
+    def gather(self, timeout_seconds: float, store_port: int) -> None:
+        """Wait for every other rank, and tell it where the tensor ranks meet. Raises GangError."""
         deadline = time.monotonic() + timeout_seconds
-        addresses: dict[int, str] = {}
-        while len(addresses) < self._world - 1:
-            missing = sorted(set(range(1, self._world)) - addresses.keys())
+        while len(self._wires) < self.world - 1:
+            missing = sorted(set(range(1, self.world)) - self._wires.keys())
             self._server.settimeout(max(0.01, deadline - time.monotonic()))
             try:
                 sock, _ = self._server.accept()
             except TimeoutError:
-                raise GangError(f"ranks {missing} of {self._world} did not come within {timeout_seconds:.0f} s") from None
+                raise GangError(f"ranks {missing} of {self.world} did not come within {timeout_seconds:.0f} s") from None
             wire = _Wire(sock)
             try:
                 hello = msgspec.msgpack.decode(wire.read(), type=Hello)
-                problem = self._problem(hello, addresses)
+                problem = self._problem(hello)
                 wire.write(self._encoder.encode(Welcome(problem=problem, store_port=store_port)))
             except (OSError, GangError, msgspec.MsgspecError) as error:
                 problem = f"said no Hello: {error}"
@@ -123,16 +121,15 @@ class Leader(Generic[Down, Up]):
                 logger.warning("a rank was refused: %s", problem)
                 wire.close()
                 continue
-            addresses[hello.rank], self._wires[hello.rank] = hello.address, wire
+            self._wires[hello.rank] = wire
         self._server.close()
-        return [addresses[rank] for rank in range(1, self._world)]
 
-    def _problem(self, hello: Hello, known: dict[int, str]) -> str:
+    def _problem(self, hello: Hello) -> str:
         if hello.epoch != self._epoch:
             return f"rank {hello.rank} is of epoch {hello.epoch}, this replica of {self._epoch}"
-        if hello.world != self._world or not 0 < hello.rank < self._world:
-            return f"rank {hello.rank} of {hello.world}; this replica has {self._world}"
-        if hello.rank in known:
+        if hello.world != self.world or not 0 < hello.rank < self.world:
+            return f"rank {hello.rank} of {hello.world}; this replica has {self.world}"
+        if hello.rank in self._wires:
             return f"rank {hello.rank} is here already"
         if hello.fingerprint != self._fingerprint:
             return f"rank {hello.rank} serves another model, or is cut or configured otherwise"

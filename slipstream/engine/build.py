@@ -9,8 +9,13 @@ import torch
 
 from slipstream.checkpoint import Checkpoint
 from slipstream.config import EngineConfig, ModelConfig
+from slipstream.engine import caches
 from slipstream.engine.engine import Engine
+from slipstream.engine.executor import RankExecutor
+from slipstream.engine.gang import Log
 from slipstream.errors import ConfigError
+from slipstream.layers.batch import LayerCache
+from slipstream.layers.parallel import Communicator
 from slipstream.models import registry
 
 logger = logging.getLogger(__name__)
@@ -39,16 +44,39 @@ def dtype_name(model: ModelConfig, checkpoint: Checkpoint, device: torch.device)
 
 
 def build(checkpoint: Checkpoint, model: ModelConfig, config: EngineConfig, *, parked_fraction: float = 1.0,
-          state_snapshots: int | None = None) -> Engine:
-    """Load the weights, logging the progress, and make the engine. Sets torch's threads to `config.threads`.
+          state_snapshots: int | None = None, comm: Communicator | None = None, log: Log | None = None) -> Engine:
+    """Load the weights, logging the progress, and make the engine. Sets torch's threads to `config.threads`. `comm`, `log`: of
+    rank 0 of a replica of several ranks.
 
     Raises ConfigError and CheckpointError.
     """
+    began = time.monotonic()
+    device, name, part = _load(checkpoint, model, config, comm)
+    engine = Engine(part, checkpoint, config, parked_fraction=parked_fraction, state_snapshots=state_snapshots,
+                    dtype=registry.dtype_of(name), device=device, comm=comm, log=log)
+    load = engine.load()
+    logger.info("engine ready: %s %s on %s, %d blocks of %d tokens, %d state slots, %.1f s", checkpoint.architecture, name,
+                device, load.total_blocks, config.block_size, load.total_state_slots, time.monotonic() - began)
+    return engine
+
+
+def build_rank(checkpoint: Checkpoint, model: ModelConfig, config: EngineConfig, comm: Communicator, *,
+               state_snapshots: int | None = None) -> tuple[RankExecutor, tuple[LayerCache, ...]]:
+    """What another rank than rank 0 needs: the executor of its part, and its caches. Otherwise as `build`."""
+    device, name, part = _load(checkpoint, model, config, comm)
+    dtype = registry.dtype_of(name)
+    slots = caches.num_state_slots(checkpoint, config) + caches.num_snapshots(checkpoint, config, state_snapshots)
+    own = caches.allocate(comm.shard.specs(checkpoint.layers), config, slots, dtype, device)
+    logger.info("rank %d ready: layers %d to %d, tensor rank %d of %d", comm.shard.rank, comm.shard.layers[0],
+                comm.shard.layers[-1], comm.shard.tp_rank, comm.shard.tp)
+    return RankExecutor(part, own, config.block_size, device, comm, hidden=(checkpoint.hidden_size, dtype)), own
+
+
+def _load(checkpoint: Checkpoint, model: ModelConfig, config: EngineConfig, comm: Communicator | None
+          ) -> tuple[torch.device, str, registry.LanguageModel]:
     torch.set_num_threads(config.threads)
     device = device_of(model)
     name = dtype_name(model, checkpoint, device)
-    dtype = registry.dtype_of(name)
-    began = time.monotonic()
     shown = -1
 
     def progress(done: int, total: int) -> None:
@@ -58,10 +86,4 @@ def build(checkpoint: Checkpoint, model: ModelConfig, config: EngineConfig, *, p
             shown = tenth
             logger.info("loading weights: %d of %d tensors", done, total)
 
-    language_model = registry.load(checkpoint, dtype=dtype, device=device, progress=progress)
-    engine = Engine(language_model, checkpoint, config, parked_fraction=parked_fraction, state_snapshots=state_snapshots,
-                    dtype=dtype, device=device)
-    load = engine.load()
-    logger.info("engine ready: %s %s on %s, %d blocks of %d tokens, %d state slots, %.1f s", checkpoint.architecture, name,
-                device, load.total_blocks, config.block_size, load.total_state_slots, time.monotonic() - began)
-    return engine
+    return device, name, registry.load(checkpoint, dtype=registry.dtype_of(name), device=device, comm=comm, progress=progress)

@@ -27,6 +27,12 @@ def num_state_slots(checkpoint: Checkpoint, config: EngineConfig) -> int:
     return config.max_running if checkpoint.has_linear_layers else 0
 
 
+def num_snapshots(checkpoint: Checkpoint, config: EngineConfig, wanted: int | None) -> int:
+    """Slots for the prefix cache's snapshots; `wanted` None: as many as `config` says."""
+    wanted = config.state_snapshots if wanted is None else wanted
+    return wanted if checkpoint.has_linear_layers and config.prefix_cache else 0
+
+
 def allocate(layers: Sequence[LayerSpec], config: EngineConfig, slots: int, dtype: torch.dtype, device: torch.device
              ) -> tuple[LayerCache, ...]:
     """One cache for each of this rank's `layers`, in their order: `kv` [N, 2, P, H, D] and `conv` [Z, C, W - 1] in `dtype`,

@@ -91,12 +91,11 @@ class Engine:
         """`dtype`: of the KV and conv caches, the model's own. `parked_fraction`: share of the blocks, and of the slots, that
         prompts without a ready destination may hold. `state_snapshots`: None as `config` says. `comm`, `log`: of rank 0 of a
         replica of several ranks. Raises ConfigError."""
-        state_snapshots = config.state_snapshots if state_snapshots is None else state_snapshots
         if config.max_running > config.max_batch_tokens:
             raise ConfigError(f"engine.max_running ({config.max_running}) must not exceed engine.max_batch_tokens "
                               f"({config.max_batch_tokens})", field="engine.max_running")
         device = device or torch.device("cpu")
-        snapshots = state_snapshots if checkpoint.has_linear_layers and config.prefix_cache else 0
+        snapshots = cache_memory.num_snapshots(checkpoint, config, state_snapshots)
         running = cache_memory.num_state_slots(checkpoint, config)
         layers = checkpoint.layers if comm is None else comm.shard.specs(checkpoint.layers)
         self.caches: tuple[LayerCache, ...] = cache_memory.allocate(layers, config, running + snapshots, dtype, device)

@@ -19,6 +19,7 @@ from slipstream.errors import (
     SlipstreamError,
     TransferError,
 )
+from slipstream.types import RequestId
 from tests.support import transfer_rig
 from tests.support.transfer_site import PLACE, Destination, Log, Site, destination, serving
 
@@ -52,7 +53,7 @@ async def test_a_transfer_id_is_one_request_s() -> None:
     async with serving() as site, destination(site.address) as here:
         transfer, log = site.prompt("t", TOKENS)
         with pytest.raises(InvalidRequestError, match="t is in use"):
-            site.store.expect("t", "other", TOKENS, Log())
+            site.store.expect("t", RequestId(name="other"), TOKENS, Log())
         with pytest.raises(ProtocolError, match="request r's, not other's"):
             await here.load("t", request="other", attempt=7)
         assert (log.heard, site.store.open_transfers) == ([], 1)
@@ -60,7 +61,7 @@ async def test_a_transfer_id_is_one_request_s() -> None:
         await (await here.load("t")).close(committed=True)
         await log.until("ready", "done")
         with pytest.raises(TransferError, match="is over"):  # nor is an id used again
-            site.store.expect("t", "r", TOKENS, Log())
+            site.store.expect("t", RequestId(name="r"), TOKENS, Log())
         assert site.store.open_transfers == 0
 
 

@@ -78,7 +78,7 @@ def test_logits_that_are_not_numbers_fail_their_own_request_only() -> None:
         logits[0] = torch.nan
         return logits
 
-    model.forward = spoiled  # type: ignore[method-assign, assignment]
+    model.forward = spoiled  # type: ignore[method-assign]
     engine.submit(request("spoiled", text(1, 5), 1))
     engine.submit(request("fine", text(2, 5), 1))
     found = run(engine)

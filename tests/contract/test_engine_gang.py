@@ -127,7 +127,7 @@ def test_the_tokens_of_one_rank_alone(tp: int, pp: int, alone: dict[tuple[str, i
         return found
 
     def follow(comm: Communicator, model: Any) -> Any:
-        hello = Hello(rank=comm.shard.rank, world=geometry.world, epoch=1, fingerprint="same", address="nowhere")
+        hello = Hello(rank=comm.shard.rank, world=geometry.world, epoch=1, fingerprint="same")
         link: Follower[Any] = Follower("127.0.0.1", port.get(timeout=30), hello, down=Down, timeout_seconds=30)
         link.start()
         own = caches.allocate(comm.shard.specs(checkpoint.layers), CONFIG, CONFIG.max_running + CONFIG.state_snapshots,

@@ -19,7 +19,7 @@ from cache_transfer.store import CacheStore
 from slipstream.config import TransferConfig
 from slipstream.errors import CancelledError, SlipstreamError
 from slipstream.rpc.server import listen, new_server
-from slipstream.types import MropeState
+from slipstream.types import MropeState, RequestId
 from tests.support import transfer_rig
 
 
@@ -90,7 +90,7 @@ async def main(arguments: dict[str, object]) -> None:
         command = json.loads(line)
         if "expect" in command:
             name = command["expect"]
-            transfers[name] = store.expect(name, "r", command["tokens"], Listener(name))
+            transfers[name] = store.expect(name, RequestId(name="r"), command["tokens"], Listener(name))
             say(event="expected", id=name)
             if not command.get("hold"):
                 await compute(transfers[name], command, len(layout.layers))

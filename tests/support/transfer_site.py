@@ -18,7 +18,7 @@ from cache_transfer.store import CacheStore
 from slipstream.config import TransferConfig
 from slipstream.errors import SlipstreamError
 from slipstream.rpc.server import listen, new_server
-from slipstream.types import MropeState
+from slipstream.types import MropeState, RequestId
 from tests.support import transfer_rig
 
 TOKENS = 40_000  # 20 MB: more than the sockets and gRPC take when nobody reads
@@ -101,7 +101,7 @@ class Site:
     def prompt(self, name: str, tokens: int = TOKENS, *, cached: int = 0, where: Landing = PLACE) -> tuple[SourceTransfer, Log]:
         """Announced and placed; nothing is computed yet."""
         log = Log()
-        transfer = self.store.expect(name, "r", tokens, log)
+        transfer = self.store.expect(name, RequestId(name="r"), tokens, log)
         transfer.begin(cached)
         transfer.allocated(where.blocks, where.state_slot, cached)
         return transfer, log
