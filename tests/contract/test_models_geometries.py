@@ -109,7 +109,7 @@ def test_ranks_that_are_processes(cases: dict[str, Case], tmp_path: Path) -> Non
                                  stderr=subprocess.PIPE, text=True) for rank in range(4)]
     try:
         for child in children:
-            _, errors = child.communicate(timeout=60)
+            _, errors = child.communicate(timeout=90)
             assert child.returncode == 0, errors
     finally:
         for child in children:

@@ -30,7 +30,7 @@ def main(task: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     shard = Shard(geometry=Geometry(tp=task["tp"], stages=tuple(task["stages"])), rank=task["rank"])
     store = FileStore(task["store"], shard.geometry.world)
-    comm = connect(shard, store, torch.device("cpu"), timedelta(seconds=30))
+    comm = connect(shard, store, torch.device("cpu"), timedelta(seconds=60))
     checkpoint = checkpoints.read(Path(task["folder"]))
     model = registry.load(checkpoint, dtype=torch.float32, device=torch.device("cpu"), comm=comm)
     plain = Plain(model=model, checkpoint=checkpoint)
