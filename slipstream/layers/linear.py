@@ -22,6 +22,7 @@ class Cut:
     @classmethod
     def heads(cls, count: int, shard: Shard, size: int = 1) -> Cut:
         """The rank's own of `count` heads of `size` channels each; heads that are too few for the ranks are replicated."""
+        assert count % shard.tp == 0 or shard.tp % count == 0, "sharding.plan refuses such a geometry"
         own = heads_of(count, shard.tp, shard.tp_rank)
         return cls(count * size, (range(own.start * size, own.stop * size),))
 

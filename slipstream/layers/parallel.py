@@ -81,7 +81,7 @@ class Distributed:
         """See Communicator. gloo sums in float32: its bfloat16 would be rounded once a rank."""
         if self.shard.tp == 1 or not x.numel():
             return x
-        total = x.float() if x.device.type == "cpu" else x.contiguous()
+        total = (x.float() if x.device.type == "cpu" else x).contiguous()
         self._stage.allreduce([total]).wait()
         return total.to(x.dtype)
 

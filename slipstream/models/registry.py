@@ -68,7 +68,8 @@ def load(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, co
     _check_capabilities(kind, checkpoint)
     table = dispatch.choose(kernels)
     with torch.device("meta"):
-        model, whole = kind(checkpoint, table, comm), kind(checkpoint, table)
+        whole = kind(checkpoint, table)
+        model = whole if comm is None else kind(checkpoint, table, comm)
     weights.load_into(model, whole, checkpoint.path, dtype=dtype, device=device, progress=progress,
                       rename=lambda name: _rename(name, isinstance(model, VisionModel), checkpoint))
     return model.to(device).eval()

@@ -1,4 +1,7 @@
-"""Runs a model by hand over paged caches, one sequence, with blocks and slot out of order and every unused cell poisoned."""
+"""Runs a model by hand over paged caches, one sequence, with blocks and slot out of order and every unused cell poisoned.
+
+Or one rank's part of a model: every rank is then told the same, and those without logits return [T, 0].
+"""
 
 from __future__ import annotations
 
@@ -33,12 +36,13 @@ class Plain:
     delta: int = 0
     caches: list[LayerCache] = field(default_factory=list)
     table: list[int] = field(default_factory=list)
+    layers_done: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        dtype = self.model.model.embed_tokens.weight.dtype
+        dtype = self.dtype
         order = torch.randperm(self.blocks, generator=torch.Generator().manual_seed(7))
         self.table = [int(block) for block in order]
-        for layer in self.checkpoint.layers:
+        for layer in self.model.comm.shard.specs(self.checkpoint.layers):
             if isinstance(layer, AttentionLayer):
                 shape = (self.blocks, 2, BLOCK_SIZE, layer.kv_heads, layer.head_size)
                 self.caches.append(AttentionCache(kv=torch.full(shape, POISON, dtype=dtype)))
@@ -46,6 +50,10 @@ class Plain:
             self.caches.append(LinearCache(
                 conv=torch.full((3, sum(layer.conv_segments), layer.conv_width - 1), POISON, dtype=dtype),
                 recurrent=torch.full((3, layer.value_heads, layer.key_head_size, layer.value_head_size), POISON)))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.model.parameters()).dtype
 
     @torch.inference_mode()
     def prefill(self, tokens: Sequence[int], pixels: Sequence[NDArray[np.uint8]] = (), *, chunk: int = 1 << 30,
@@ -58,11 +66,13 @@ class Plain:
         right, self.delta = mrope_positions(tokens, grids, image_token_id=checkpoint.image_token_id,
                                             video_token_id=checkpoint.video_token_id, merge_size=merge)
         positions = right if positions is None else positions
-        embeds = None
-        if pixels:
+        places = [i for i, token in enumerate(tokens) if token == checkpoint.image_token_id]
+        embeds, comm = None, self.model.comm
+        if pixels and comm.shard.rank == 0:
             assert isinstance(self.model, VisionModel)
             embeds = torch.cat(self.model.encode_images(pixels))
-        places = [i for i, token in enumerate(tokens) if token == checkpoint.image_token_id]
+        if pixels and comm.shard.first:
+            embeds = comm.broadcast(embeds, (len(places), checkpoint.hidden_size), self.dtype)
         out = []
         for start in range(0, len(tokens), chunk):
             part = slice(start, start + chunk)
@@ -93,6 +103,8 @@ class Plain:
             block_tables=torch.tensor([self.table], dtype=torch.int32), slot_mapping=torch.tensor(slots),
             state_slots=torch.tensor([self.slot]), logit_rows=torch.arange(count),
             visual_rows=torch.tensor(rows) if rows else None, visual_embeds=embeds if rows else None)
-        logits: Tensor = self.model(batch, self.caches)
+        comm = self.model.comm
+        hidden = None if comm.shard.first else comm.recv((count, self.checkpoint.hidden_size), self.dtype)
+        logits: Tensor | None = self.model(batch, self.caches, self.layers_done.append, hidden=hidden)
         self.length += count
-        return logits
+        return torch.empty(count, 0) if logits is None else logits
