@@ -19,6 +19,7 @@ from slipstream.engine.engine import Engine, Reservation
 from slipstream.engine.sequence import Timing
 from slipstream.errors import BusyError, ProtocolError, SlipstreamError
 from slipstream.types import TokenEvent
+from worker.gang import GangLoaded, GangLoader
 from worker.jobs import Job, PromptDone
 from worker.replica import Replica
 
@@ -28,7 +29,7 @@ logger = logging.getLogger(__name__)
 class DecodeWorker:
     """Implements `worker.jobs.RoleWorker`."""
 
-    def __init__(self, replica: Replica, loader: CacheLoader) -> None:
+    def __init__(self, replica: Replica, loader: CacheLoader | GangLoader) -> None:
         self._replica = replica
         self._loader = loader
         self._admission = Admission()  # the engine thread's
@@ -51,7 +52,7 @@ class DecodeWorker:
         if goes_on:
             await job.ended
 
-    async def _load(self, job: Job) -> Loaded:
+    async def _load(self, job: Job) -> Loaded | GangLoaded:
         """Bring the prompt's state here. Raises BusyError with the reason and the time of admission."""
         busy: list[Busy] = []
 

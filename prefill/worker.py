@@ -20,6 +20,7 @@ from slipstream.engine.sequence import Timing
 from slipstream.errors import CancelledError, SlipstreamError, TransferError
 from slipstream.rpc import convert
 from slipstream.types import RequestId, TokenEvent
+from worker.gang import GangStore, GangTransfer
 from worker.jobs import FirstTokens, Job, PromptDone
 from worker.replica import Replica
 
@@ -35,7 +36,7 @@ IMAGE_SECONDS = 15.0
 class _Held:
     """What a job holds here beside its engine memory."""
 
-    transfer: SourceTransfer | None = None
+    transfer: SourceTransfer | GangTransfer | None = None
     images: tuple[bytes, ...] = ()
     over: asyncio.Event = field(default_factory=asyncio.Event)
     """The transfer reads no more."""
@@ -44,7 +45,7 @@ class _Held:
 class PrefillWorker:
     """Implements `worker.jobs.RoleWorker`."""
 
-    def __init__(self, replica: Replica, store: CacheStore, images: ImageStore) -> None:
+    def __init__(self, replica: Replica, store: CacheStore | GangStore, images: ImageStore) -> None:
         self._replica = replica
         self._store = store
         self._images = images

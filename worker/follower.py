@@ -15,14 +15,17 @@ from typing import Any
 import torch
 
 from cache_transfer.load import CacheLoader, Loaded, given
-from cache_transfer.memory import Landing
+from cache_transfer.memory import CacheMemory, Landing
 from cache_transfer.source import SourceTransfer
 from cache_transfer.store import CacheStore
-from slipstream.engine import gang
+from slipstream import checkpoint as checkpoints
+from slipstream.config import Config, hub_cache
+from slipstream.engine import build, gang
 from slipstream.engine.executor import Published, RankExecutor
 from slipstream.engine.log import CopyBlock, CopyState, Step
 from slipstream.errors import GangError, InternalError, SlipstreamError, by_code
-from slipstream.types import RequestId
+from slipstream.types import RequestId, Role
+from worker import ranks
 from worker.entries import (
     Allocated,
     CancelLoad,
@@ -38,6 +41,8 @@ from worker.entries import (
     Serving,
 )
 from worker.link import Follower
+from worker.ranks import Place
+from worker.replica import cache_layout, cache_tensors, channel_ends, fingerprint, snapshots
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +161,30 @@ class FollowingRank:
         self._loaded[entry.number] = loaded
         self._link.say(LoadEnded(number=entry.number, kv_bytes=loaded.kv_bytes, state_bytes=loaded.state_bytes,
                                  seconds=loaded.seconds))
+
+
+class FollowingReplica:
+    """What a process has that is another rank than rank 0. Create it before the event loop runs: it loads the weights."""
+
+    def __init__(self, config: Config, role: Role, place: Place) -> None:
+        """Raises ConfigError, CheckpointError and GangError."""
+        self._config = config
+        checkpoint = checkpoints.read(checkpoints.resolve(config.model.path, hub_cache()))
+        device = build.device_of(config.model)
+        layout = cache_layout(config, checkpoint, config.model.name, build.dtype_name(config.model, checkpoint, device))
+        self._link, comm = ranks.follow(place, fingerprint(layout, config), device)
+        self._executor, caches = build.build_rank(checkpoint, config.model, config.engine, comm,
+                                                  state_snapshots=snapshots(role))
+        self._memory = CacheMemory(layout, cache_tensors(checkpoint, caches, place.shard), place.shard)
+
+    def channel_ends(self, *, replica_id: str, epoch: int) -> tuple[CacheStore, CacheLoader]:
+        """Its source and destination side of the cache-store channel; made on the event loop. Raises ConfigError."""
+        return channel_ends(self._memory, self._config.transfer, replica_id=replica_id, epoch=epoch)
+
+    async def follow(self, store: CacheStore, loader: CacheLoader, address: str) -> None:
+        """Until rank 0 ends it. Raises as FollowingRank.run does."""
+        await FollowingRank(self._link, self._executor, store, loader).run(address)
+        self._link.close()
 
 
 class _Ended:

@@ -28,6 +28,7 @@ from worker.entries import (
     Allocated,
     CancelLoad,
     Close,
+    End,
     EndLoad,
     Expect,
     Fail,
@@ -82,7 +83,7 @@ class GangLog:
 
     def close(self) -> None:
         """End the other ranks in order."""
-        self._leader.close()
+        self._leader.close(End())
 
     def _heard(self, rank: int, entry: Up) -> None:
         match entry:

@@ -6,6 +6,7 @@ or refused with the reason. Plain sockets: the engine's thread must not wait for
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import struct
@@ -151,9 +152,11 @@ class Leader(Generic[Down, Up]):
                 except OSError as error:
                     raise GangError(f"rank {rank} takes nothing any more: {error}") from error
 
-    def close(self) -> None:
-        """End all connections; the other ranks end with them."""
+    def close(self, last: Entry) -> None:
+        """Say a last word and end all connections."""
         self._closed.set()
+        with contextlib.suppress(GangError):  # it has ended before
+            self.append(last)
         self._server.close()
         for wire in self._wires.values():
             wire.close()

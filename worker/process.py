@@ -17,6 +17,8 @@ from slipstream import process
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.rpc.server import join_address, listen, new_server, split_address
 from slipstream.types import Role
+from worker import ranks
+from worker.follower import FollowingReplica
 from worker.metrics import MetricsServer, metrics_target, reachable
 from worker.replica import Replica
 from worker.service import Identity, WorkerService
@@ -40,13 +42,22 @@ def main(role: Role, mount: Mount, arguments: Sequence[str] | None = None) -> in
                         help="host or host:port that routers and peers connect to; needed when listening on a wildcard")
     parser.add_argument("--metrics-listen", metavar="HOST:PORT",
                         help="where GET /metrics is answered; not given: the host of --listen, any free port; empty: nowhere")
+    parser.add_argument("--pool", default="", help="the pool of the configuration that this replica belongs to; needed if "
+                                                   "several pools are for its role")
+    parser.add_argument("--rank", type=int, default=0, help="of this process in a replica of several ranks (pools.NAME.tp, pp)")
+    parser.add_argument("--world", type=int, default=0, help="ranks of the replica, if it is to be checked")
+    parser.add_argument("--master", default="", metavar="HOST:PORT", help="where rank 0 listens for the other ranks")
     parsed = parser.parse_args(arguments)
     try:
         config = process.start(parsed, parsed.replica_id)
         metrics_target(parsed.listen, parsed.metrics_listen)
         advertised(parsed.listen, parsed.advertise)  # a mistake here must not cost a minute of loading first
-        replica = Replica(config, role)
+        place = ranks.place(config, role, pool=parsed.pool, rank=parsed.rank, world=parsed.world, master=parsed.master,
+                            epoch=parsed.epoch)
         tune_allocator()
+        if place is not None and place.shard.rank > 0:
+            return asyncio.run(_follow(parsed, FollowingReplica(config, role, place)))
+        replica = Replica(config, role, place)
         identity = Identity(replica_id=parsed.replica_id, epoch=parsed.epoch, role=role)
         return asyncio.run(_serve(parsed, identity, replica, mount))
     except SlipstreamError as error:
@@ -62,6 +73,8 @@ async def _serve(arguments: argparse.Namespace, identity: Identity, replica: Rep
     service.add_to(server)
     store.add_to(server)
     service.address = advertised(await listen(server, arguments.listen), arguments.advertise)
+    if replica.gang is not None:
+        service.other_addresses = await asyncio.to_thread(replica.gang.addresses, ranks.MEET_SECONDS)
     metrics = MetricsServer(service.metrics.registry)
     if target := metrics_target(arguments.listen, arguments.metrics_listen):
         service.metrics_address = reachable(await metrics.listen(target), arguments.listen, service.address)
@@ -82,9 +95,32 @@ async def _serve(arguments: argparse.Namespace, identity: Identity, replica: Rep
     metrics.close()
     await loader.close()
     await service.stop()
+    if replica.gang is not None:
+        replica.gang.close()
     for task in (*signals, logs):
         task.cancel()
     return 1 if died else 0
+
+
+async def _follow(arguments: argparse.Namespace, replica: FollowingReplica) -> int:
+    """Another rank than rank 0: its signals are rank 0's business, which drains."""
+    stop = process.stop_event()
+    store, loader = replica.channel_ends(replica_id=arguments.replica_id, epoch=arguments.epoch)
+    server = new_server()
+    store.add_to(server)
+    address = advertised(await listen(server, arguments.listen), arguments.advertise)
+    following = asyncio.create_task(replica.follow(store, loader, address))
+    process.announce(replica_id=arguments.replica_id, rank=arguments.rank, address=address, epoch=arguments.epoch,
+                     pid=os.getpid())
+    del stop
+    try:
+        await following
+    except SlipstreamError as error:
+        logger.critical("this rank ends: %s", error)
+        return 1
+    await server.stop(STOP_SECONDS)
+    await loader.close()
+    return 0
 
 
 def advertised(listening: str, advertise: str) -> str:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import xxhash
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from slipstream import checkpoint as checkpoints
 from slipstream import sharding
-from slipstream.checkpoint import Checkpoint
-from slipstream.config import Config, PoolConfig
+from slipstream.config import Config, PoolConfig, hub_cache
 from slipstream.errors import ConfigError, GangError
 from slipstream.layers import parallel
 from slipstream.layers.parallel import Communicator
@@ -57,19 +56,20 @@ def pool_of(config: Config, role: Role, name: str) -> PoolConfig:
     return next(iter(own.values()), PoolConfig(role=role))
 
 
-def place(config: Config, checkpoint: Checkpoint, role: Role, *, pool: str, rank: int, world: int, master: str, epoch: int
-          ) -> Place | None:
+def place(config: Config, role: Role, *, pool: str, rank: int, world: int, master: str, epoch: int) -> Place | None:
     """None: the replica is this one process. `world` 0: as the pool says. Raises ConfigError for what does not fit."""
     wanted = pool_of(config, role, pool)
+    if (wanted.tp, wanted.pp, rank, world) in ((1, 1, 0, 0), (1, 1, 0, 1)):
+        return None
+    checkpoint = checkpoints.read(checkpoints.resolve(config.model.path, hub_cache()))
     geometry = sharding.plan(checkpoint, tp=wanted.tp, pp=wanted.pp, stages=wanted.stages)
     if world not in (0, geometry.world) or not 0 <= rank < geometry.world:
         raise ConfigError(f"rank {rank} of {world or geometry.world}: the pool has tp {geometry.tp} and pp {geometry.pp}, so "
                           f"{geometry.world} ranks, from 0 on", field="pools")
-    if geometry.world == 1:
-        return None
     host, separator, port = master.rpartition(":")
     if not separator or not port.isdigit():
-        raise ConfigError(f"a replica of {geometry.world} ranks needs --master HOST:PORT, where its rank 0 listens", field="master")
+        raise ConfigError(f"a replica of {geometry.world} ranks needs --master HOST:PORT, where its rank 0 listens",
+                          field="master")
     return Place(shard=Shard(geometry=geometry, rank=rank), master=(host.strip("[]"), int(port)), epoch=epoch)
 
 
@@ -106,10 +106,7 @@ def _digest(place: Place, fingerprint: str) -> str:
     return xxhash.xxh3_128_hexdigest(f"{place.shard.geometry} {fingerprint}".encode())
 
 
-_ending: Callable[[int], None] = os._exit
-
-
 def _end(reason: str) -> None:
     """A replica without one of its ranks is none: routers see the connection go and resume elsewhere, the others see it too."""
     logger.critical("%s; this replica ends", reason)
-    _ending(1)
+    os._exit(1)

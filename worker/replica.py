@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
@@ -18,15 +18,20 @@ from cache_transfer.memory import CacheMemory
 from cache_transfer.store import CacheStore
 from slipstream import checkpoint as checkpoints
 from slipstream.checkpoint import Checkpoint
-from slipstream.config import Config, hub_cache
+from slipstream.config import Config, TransferConfig, hub_cache
 from slipstream.engine import build
 from slipstream.engine.engine import Engine, StepResult
 from slipstream.engine.loop import EngineLoop
 from slipstream.engine.sequence import Timing
 from slipstream.errors import SlipstreamError, UnavailableError
-from slipstream.layers.batch import AttentionCache
+from slipstream.layers.batch import AttentionCache, LayerCache
+from slipstream.layers.parallel import Communicator
+from slipstream.sharding import Shard
 from slipstream.types import EngineLoad, RequestId, Role, TokenEvent
+from worker import ranks
+from worker.gang import GangLog
 from worker.jobs import PromptDone
+from worker.ranks import Place
 from worker.revision import weights_revision
 
 T = TypeVar("T")
@@ -47,29 +52,32 @@ class StepNews:
 class Replica:
     """What does not depend on a role. Create it before the event loop runs: it loads the weights."""
 
-    def __init__(self, config: Config, role: Role) -> None:
-        """`role` only limits parked memory and state snapshots. Raises ConfigError and CheckpointError."""
+    def __init__(self, config: Config, role: Role, place: Place | None = None) -> None:
+        """`role` only limits parked memory and state snapshots. `place`: rank 0's, if there are several ranks; waits for them.
+        Raises ConfigError, CheckpointError and GangError."""
         self.config = config
         self.checkpoint: Checkpoint = checkpoints.read(checkpoints.resolve(config.model.path, hub_cache()))
         self.model_name = config.model.name
         self.device = build.device_of(config.model)
         self.dtype = build.dtype_name(config.model, self.checkpoint, self.device)
         parked = config.transfer.parked_fraction if role is Role.PREFILL else 1.0
-        self._engine: Engine = build.build(self.checkpoint, config.model, config.engine, parked_fraction=parked,
-                                           state_snapshots=None if role is Role.PREFILL else 0)  # decode gets every state sent
+        self.layout = cache_layout(config, self.checkpoint, self.model_name, self.dtype)
+        self.gang: GangLog | None = None
+        comm: Communicator | None = None
+        if place is not None:
+            self.gang, comm = ranks.lead(place, fingerprint(self.layout, config), self.device)
+        self._engine: Engine = build.build(self.checkpoint, config.model, config.engine, parked_fraction=parked, comm=comm,
+                                           log=self.gang, state_snapshots=snapshots(role))
         self.max_context = self._engine.max_context
         self.capacity: EngineLoad = self._engine.load()
         """Of the empty engine: its totals."""
-        self.layout = cache_layout(config, self.checkpoint, self.model_name, self.dtype)
-        self._memory = CacheMemory(self.layout, cache_tensors(self.checkpoint, self._engine))
+        shard = comm.shard if comm is not None else None
+        self._memory = CacheMemory(self.layout, cache_tensors(self.checkpoint, self._engine.caches, shard), shard)
         self._loop: EngineLoop | None = None
 
     def channel_ends(self, *, replica_id: str, epoch: int) -> tuple[CacheStore, CacheLoader]:
-        """The source and the destination side of the cache-store channel; made on the event loop. Raises ConfigError."""
-        channel = base.choose(self.config.transfer.channel)
-        store = CacheStore(self._memory, channel, replica_id=replica_id, epoch=epoch, rank=0, config=self.config.transfer)
-        loader = CacheLoader(self._memory, channel, replica_id=replica_id, epoch=epoch, rank=0, config=self.config.transfer)
-        return store, loader
+        """Rank 0's source and destination side of the cache-store channel; made on the event loop. Raises ConfigError."""
+        return channel_ends(self._memory, self.config.transfer, replica_id=replica_id, epoch=epoch)
 
     def start(self, on_step: Callable[[StepNews], None], on_death: Callable[[BaseException], None]) -> None:
         """Start the engine thread. Both functions are called on the event loop that runs now."""
@@ -128,12 +136,31 @@ def cache_layout(config: Config, checkpoint: Checkpoint, model_name: str, dtype:
                        block_size=config.engine.block_size, kv_dtype=dtype, conv_dtype=dtype)
 
 
-def cache_tensors(checkpoint: Checkpoint, engine: Engine) -> dict[str, torch.Tensor]:
-    """The engine's caches by the layout's tensor names."""
+def cache_tensors(checkpoint: Checkpoint, caches: Sequence[LayerCache], shard: Shard | None) -> dict[str, torch.Tensor]:
+    """A rank's caches by the layout's tensor names; `shard` None: the only rank's."""
     tensors: dict[str, torch.Tensor] = {}
-    for layer, cache in zip(checkpoint.layers, engine.caches, strict=True):
+    layers = checkpoint.layers if shard is None else shard.specs(checkpoint.layers)
+    for layer, cache in zip(layers, caches, strict=True):
         if isinstance(cache, AttentionCache):
             tensors[f"{layer.name}.kv"] = cache.kv
         else:
             tensors[f"{layer.name}.conv"], tensors[f"{layer.name}.recurrent"] = cache.conv, cache.recurrent
     return tensors
+
+
+def channel_ends(memory: CacheMemory, config: TransferConfig, *, replica_id: str, epoch: int
+                 ) -> tuple[CacheStore, CacheLoader]:
+    """A rank's source and destination side."""
+    channel, rank = base.choose(config.channel), memory.shard.rank
+    return (CacheStore(memory, channel, replica_id=replica_id, epoch=epoch, rank=rank, config=config),
+            CacheLoader(memory, channel, replica_id=replica_id, epoch=epoch, rank=rank, config=config))
+
+
+def fingerprint(layout: CacheLayout, config: Config) -> str:
+    """What all ranks of a replica must have in common."""
+    return f"{layout.hash} {config.engine}"
+
+
+def snapshots(role: Role) -> int | None:
+    """State snapshots that the prefix cache keeps: decode gets every state sent. None: as configured."""
+    return None if role is Role.PREFILL else 0

@@ -53,6 +53,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     def __init__(self, identity: Identity, replica: Replica, worker: RoleWorker, put_image: PutImage | None = None) -> None:
         self.address = ""
         """Where peers and routers reach this process; set once it listens."""
+        self.other_addresses: list[str] = []
+        """Where the CacheStores of the replica's other ranks listen, by rank."""
         self.metrics_address = ""
         """Where `GET /metrics` is answered; empty: nowhere."""
         self.dead = asyncio.Event()
@@ -178,7 +180,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         replica, identity = self._replica, self._identity
         return pb.WorkerInfo(
             replica_id=identity.replica_id, epoch=identity.epoch, role=convert.role_to_pb(identity.role),
-            model_name=replica.model_name, compatibility_hash=replica.layout.hash, cache_store_addresses=[self.address],
+            model_name=replica.model_name, compatibility_hash=replica.layout.hash,
+            cache_store_addresses=[self.address, *self.other_addresses],
             block_size=replica.config.engine.block_size, total_blocks=replica.capacity.total_blocks,
             total_state_slots=replica.capacity.total_state_slots, max_context=replica.max_context,
             max_running=replica.config.engine.max_running, draining=self._jobs.draining, pid=os.getpid(),

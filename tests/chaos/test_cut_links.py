@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.support.cluster import Cluster
+from tests.support.cluster import Cluster, free_port
 from tests.support.traffic import Ask, send, until_healthy
 from tests.support.worker_client import pair
 
@@ -63,11 +62,6 @@ class Link:
                     self.grew.notify_all()
         if writer in self._open:
             writer.close()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 @pytest.mark.parametrize("silent", [False, True], ids=["closed", "silent"])

@@ -123,7 +123,7 @@ def test_the_tokens_of_one_rank_alone(tp: int, pp: int, alone: dict[tuple[str, i
         engine = Engine(model, checkpoint, CONFIG, comm=comm, log=QueueLog(leader))
         poison(engine)
         found = serve(engine)
-        leader.close()
+        leader.close(log.Beat())
         return found
 
     def follow(comm: Communicator, model: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from collections import Counter
@@ -43,6 +44,12 @@ class Running:
                 if line.get("level") in ("error", "critical")]
 
 
+def free_port() -> int:
+    """A port of this machine's loopback that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
 class Cluster:
     """Processes of one test module; `start` several names at once to load them side by side."""
 
@@ -70,6 +77,18 @@ class Cluster:
                          "--advertise", advertise]
             started.append((name, self._spawn(name, arguments)))
         return [self._ready(name, child, "address") for name, child in started]
+
+    def start_gang(self, role: str, tp: int, pp: int, overrides: Sequence[str] = (), epoch: int = 1) -> list[Running]:
+        """One replica of `tp * pp` ranks, as `NAME/RANK`; rank 0 is the replica."""
+        name = f"{role}-{self._count[role]}"
+        self._count[role] += 1
+        pool = [f"pools.{role}.role={role}", f"pools.{role}.tp={tp}", f"pools.{role}.pp={pp}"]
+        settings = [part for override in (*pool, *overrides) for part in ("--set", override)]
+        master = f"127.0.0.1:{free_port()}"
+        children = [self._spawn(f"{name}-{rank}", [
+            role, *settings, "--replica-id", name, "--epoch", str(epoch), "--listen", "127.0.0.1:0", "--rank", str(rank),
+            "--world", str(tp * pp), "--master", master]) for rank in range(tp * pp)]
+        return [self._ready(f"{name}/{rank}" if rank else name, child, "address") for rank, child in enumerate(children)]
 
     def start_router(self, workers: Sequence[Running], overrides: Sequence[str] = ()) -> Running:
         """Start a router in front of these workers."""
