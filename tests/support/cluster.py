@@ -104,6 +104,11 @@ class Cluster:
         os.kill(running.pid, signal.SIGKILL)
         running.child.wait()
 
+    def forget(self, running: Running) -> None:
+        """It has ended by itself."""
+        assert running.child.wait(0) is not None, f"{running.name} still runs"
+        self._killed.add(running.name)
+
     def stop(self, running: Running) -> int:
         """SIGTERM; the exit status."""
         self.processes.pop(running.name)

@@ -1,0 +1,122 @@
+"""The connections between the ranks of a replica: who may come, the order of entries, how a loss is found."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from slipstream.engine.log import Beat, CopyBlock, CopyState
+from slipstream.errors import GangError
+from worker import link
+from worker.entries import Down, LoadEnded, Serving, Up
+from worker.link import Follower, Hello, Leader
+
+
+def hello(rank: int = 1, **changed: Any) -> Hello:
+    return msgspec.structs.replace(Hello(rank=rank, world=3, epoch=7, fingerprint="same"), **changed)
+
+
+@pytest.fixture
+def leader() -> Leader[Any, Up]:
+    return Leader("127.0.0.1", 0, world=3, epoch=7, fingerprint="same", up=Up)
+
+
+def follower(leader: Leader[Any, Up], said: Hello) -> Follower[Down]:
+    return Follower("127.0.0.1", leader.port, said, down=Down, timeout_seconds=5)
+
+
+def gathered(leader: Leader[Any, Up], *said: Hello) -> tuple[list[Follower[Down]], list[str]]:
+    """Those who were welcomed, and what the others were told."""
+    found: list[Follower[Down]] = []
+    refusals: list[str] = []
+
+    def come() -> None:
+        for one in said:
+            try:
+                found.append(follower(leader, one))
+            except GangError as error:
+                refusals.append(error.message)
+
+    coming = threading.Thread(target=come)
+    coming.start()
+    leader.gather(5, 4321)
+    coming.join(5)
+    for one in found:
+        one.start()
+    return found, refusals
+
+
+@pytest.mark.parametrize(("wrong", "words"), [
+    (hello(epoch=6), "rank 1 is of epoch 6, this replica of 7"),
+    (hello(rank=3), "rank 3 of 3; this replica has 3"),
+    (hello(rank=0), "rank 0 of 3"),
+    (hello(world=2), "rank 1 of 2; this replica has 3"),
+    (hello(fingerprint="other"), "serves another model, or is cut or configured otherwise"),
+    (hello(rank=2), "rank 2 is here already"),
+])
+def test_who_does_not_belong_is_refused_with_the_reason(leader: Leader[Any, Up], wrong: Hello, words: str) -> None:
+    found, (refusal,) = gathered(leader, hello(2), wrong, hello(1))
+    assert [one.welcome.store_port for one in found] == [4321, 4321]
+    assert words in refusal
+    leader.close(Beat())
+
+
+def test_a_stranger_does_no_harm(leader: Leader[Any, Up]) -> None:
+    with socket.create_connection(("127.0.0.1", leader.port)) as stranger:
+        stranger.sendall(b"\x05\0\0\0hello")
+        assert len(gathered(leader, hello(1), hello(2))[0]) == 2
+    leader.close(Beat())
+
+
+def test_missing_ranks_are_named(leader: Leader[Any, Up]) -> None:
+    threading.Thread(target=lambda: follower(leader, hello(2)), daemon=True).start()
+    with pytest.raises(GangError, match=r"ranks \[1\] of 3 did not come within 1 s"):
+        leader.gather(1, 0)
+    leader.close(Beat())
+
+
+def test_all_ranks_read_what_several_threads_write_in_one_order(leader: Leader[Any, Up]) -> None:
+    (one, other), _ = gathered(leader, hello(1), hello(2))
+    heard: queue.Queue[tuple[int, Up]] = queue.Queue()
+    leader.start(lambda rank, entry: heard.put((rank, entry)), lambda reason: None)
+
+    def write(number: int) -> None:
+        for index in range(50):
+            leader.append(CopyBlock(source=number, target=index) if index % 2 else CopyState(source=number, target=index))
+
+    writers = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    for writer in writers:
+        writer.start()
+    read = [one.read() for _ in range(200)]
+    assert [other.read() for _ in range(200)] == read
+    for number in range(4):
+        assert [entry.target for entry in read if entry.source == number] == list(range(50))  # type: ignore[union-attr]
+    other.say(Serving(address="here"))
+    other.say(LoadEnded(number=3, code="coverage", message="torn"))
+    assert [heard.get(timeout=5) for _ in range(2)] == [
+        (2, Serving(address="here")), (2, LoadEnded(number=3, code="coverage", message="torn"))]
+    leader.close(Beat())
+
+
+@pytest.mark.parametrize("end", [lambda one: one.close(), lambda one: one._closed.set()], ids=["ended", "silent"])
+def test_a_rank_that_is_lost_is_named(monkeypatch: pytest.MonkeyPatch, leader: Leader[Any, Up],
+                                      end: Callable[[Follower[Down]], None]) -> None:
+    monkeypatch.setattr(link, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(link, "SILENCE_SECONDS", 0.5)
+    (one, other), _ = gathered(leader, hello(1), hello(2))
+    lost: queue.Queue[str] = queue.Queue()
+    leader.start(lambda rank, entry: None, lost.put)
+    with pytest.raises(queue.Empty):
+        lost.get(timeout=1.2)  # beats are enough
+    end(other)
+    assert lost.get(timeout=5).startswith("rank 2 is lost: ")
+    assert lost.empty()
+    leader.close(Beat())
+    with pytest.raises(GangError, match="rank 0 is lost"):
+        one.read()
