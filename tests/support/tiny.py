@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
+
+from slipstream.checkpoint import DEMO
 
 VOCAB = 512
 IMAGE, VIDEO, VISION_START, VISION_END = 500, 501, 502, 503
@@ -44,6 +48,21 @@ _MODELS: dict[str, Callable[[], Any]] = {
     "qwen3_5_vl": _vl_3_5,
 }
 NAMES = tuple(_MODELS)
+
+
+def write_wide(folder: Path) -> Path:
+    """A text-only Qwen3.5 that TP8 cuts, with the weight names and the tokenizer of a served checkpoint."""
+    sizes = {**_TEXT_3_5, "vocab_size": 1920, "num_attention_heads": 8, "head_dim": 16, "linear_num_value_heads": 8}
+    config = transformers.Qwen3_5TextConfig(**sizes, tie_word_embeddings=True)
+    torch.manual_seed(5)
+    model = transformers.Qwen3_5ForCausalLM(config).eval()
+    model.save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    save_file({name.replace("model.", "model.language_model.", 1): tensor for name, tensor in weights.items()},
+              folder / "model.safetensors")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        shutil.copy(DEMO / name, folder / name)
+    return folder
 
 
 def write(name: str, folder: Path, seed: int = 0, max_shard_size: str = "5GB") -> Path:

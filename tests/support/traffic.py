@@ -80,12 +80,12 @@ def asks() -> list[Ask]:
     return found
 
 
-async def send(client: httpx.AsyncClient, ask: Ask, *, stream: bool, leave_after: int = 0) -> Reply:
+async def send(client: httpx.AsyncClient, ask: Ask, *, stream: bool, leave_after: int = 0, model: str = "demo") -> Reply:
     """The reply, also one that is cut by a typed error; raises httpx.TransportError if the connection is lost.
 
     `leave_after`: go away after so many pieces of a stream.
     """
-    body = {"model": "demo", **ask.body}
+    body = {"model": model, **ask.body}
     if not stream:
         answer = await client.post(ask.path, json=body)
         told = answer.json()
