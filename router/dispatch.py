@@ -365,12 +365,12 @@ class Dispatch:
         return actions
 
     def _cancel(self, number: int, run: _Run, *, everything: bool) -> list[Action]:
-        """Prefill keeps a finished prompt until its destination has spoken, so it is told even after its leg ended. When all
-        went well a running decode leg is on its way to hear that there is nothing to do, and tells prefill itself."""
+        """Prefill keeps a finished prompt until its destination has spoken, so it is told even after its leg ended. When
+        all went well the legs tell each other: prefill that there is nothing to decode, or decode that it has everything."""
         prefill, decode = run.legs[Role.PREFILL], run.legs[Role.DECODE]
         if prefill is Leg.IDLE:
             return []  # nobody has heard of the run
-        if not everything and (decode is Leg.RUNNING or Role.DECODE in run.well):
+        if not everything and (Role.DECODE in run.well or (decode is Leg.RUNNING and Role.PREFILL in run.well)):
             return []
         actions: list[Action] = [CancelLeg(run=number, role=Role.PREFILL, attempt=0)]
         if decode is Leg.RUNNING:
