@@ -248,7 +248,7 @@ class Dispatch:
         return [self._submit(number, run, Role.DECODE)]
 
     def broken(self, number: int, error: SlipstreamError) -> list[Action]:
-        """The run cannot go on for a reason of the router's own, such as a picture that did not arrive."""
+        """The run cannot go on for a reason that its legs do not know, such as a picture that did not arrive."""
         run = self._runs.get(number)
         if self.over or run is None:
             return []
@@ -362,7 +362,7 @@ class Dispatch:
             self.resumes += 1
             pause = _pause(first.failures + first.preemptions - 1) * jitter
             actions.append(Resume(run=new, seconds=pause, error=error))
-        return actions
+        return actions + self._end_if_over()
 
     def _cancel(self, number: int, run: _Run, *, everything: bool) -> list[Action]:
         """Prefill keeps a finished prompt until its destination has spoken, so it is told even after its leg ended. When

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,8 @@ import openai
 import pytest
 
 from slipstream.types import Role
-from tests.support.scripted_router import MODEL, Front, front
+from slipstream.v1 import worker_pb2 as pb
+from tests.support.scripted_router import MODEL, Front, Later, front
 
 
 @pytest.fixture(scope="module")
@@ -84,3 +86,31 @@ def test_the_official_client_and_what_the_workers_get(router: Front) -> None:
     {"logit_bias": {"999999": 1}}, {"logit_bias": {"-1": 1}}, {"logit_bias": {"1": True}}], ids=str)
 def test_refused(router: Front, fields: dict[str, Any]) -> None:
     assert router.chat(**fields).status_code == 400
+
+
+BAD = {"none": [], "torn": [pb.Logprobs(logprob=-1.0, top_token=[1, 2], top_logprob=[-1.0])],
+       "too few": [pb.Logprobs(logprob=-1.0, top_token=[1], top_logprob=[-1.0])],
+       "no number": [pb.Logprobs(logprob=math.nan, top_token=[1, 2], top_logprob=[-1.0, -2.0])]}
+
+
+@pytest.mark.parametrize("role", list(Role))
+@pytest.mark.parametrize("kind", list(BAD))
+def test_a_token_without_its_logprobs_is_asked_for_again(router: Front, role: Role, kind: str) -> None:
+    """It is the replica's failure: its leg is cancelled, and nothing of it is shown."""
+    index = 0 if role is Role.PREFILL else 2
+    tokens = router.answer("one two three four", hold_at=index)
+    asked = Later(router.stream, logprobs=True, top_logprobs=2)
+    router.stage.until(lambda: any(seen.held.is_set() and not seen.released.is_set() for seen in router.stage.seen.values()),
+                       "the request is held")
+    seen = router.stage.last
+    handle = seen.submits[role][0].handle
+    step = pb.StepReport(handle=[handle], attempt=[0], choice=[0], index=[index], token=[tokens[0]],
+                         finish=[pb.FINISH_REASON_UNSPECIFIED], logprobs=BAD[kind])
+    router.stage.do(lambda: router.workers[role].say(pb.WorkerMessage(step=step)))
+    router.stage.until(lambda: len(seen.submits[role]) == 2, "it is resumed")
+    assert seen.cancels[role] == [0]
+    router.stage.release(seen)
+    answer = asked.result()
+    assert (answer.text, answer.errors) == ("one two three four", [])
+    entries = told([choice for chunk in answer.chunks for choice in chunk["choices"]])
+    assert [entry["logprob"] for entry in entries] == [-i - 1 for i in range(len(tokens) - 1)]

@@ -225,6 +225,15 @@ def test_a_picture_that_did_not_arrive_breaks_the_run() -> None:
     assert dispatch.broken(0, UnavailableError("the second picture")) == []
 
 
+def test_a_run_that_breaks_when_all_its_tokens_are_there_is_a_good_end() -> None:
+    dispatch = started()
+    dispatch.tokens(0, P, 0, [row(0)])
+    dispatch.finished(0, P, 0, STATS, handed_off=True)
+    assert not ends(dispatch.tokens(0, D, 0, [row(1, last=True)]))
+    actions = dispatch.broken(0, UnavailableError("a picture came too late"))
+    assert (cancels(actions), ends(actions)) == ({(0, P, 0), (0, D, 0)}, [End()])
+
+
 def test_nothing_follows_an_end() -> None:
     dispatch = started()
     assert cancels(dispatch.give_up(CancelledError("gone"))) == {(0, P, 0), (0, D, 0)}
