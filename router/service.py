@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from slipstream.errors import DeadlineError, InvalidRequestError, ModelNotFoundE
 from slipstream.observability.metrics import RouterMetrics
 from slipstream.observability.record import Recorder
 from slipstream.rpc import convert
-from slipstream.types import Role, SamplingParams, StopParams
+from slipstream.types import Role, StopParams
 
 logger = logging.getLogger(__name__)
 
@@ -188,9 +188,8 @@ class RouterService:
 
     def _generation(self, options: Options, prompt: Prompt, name: str, arrived: float, deadline: float) -> Generation:
         eos = frozenset() if options.ignore_eos else self.checkpoint.eos_token_ids
-        temperature, top_p = options.temperature, options.top_p
-        seed = options.seed if options.seed is not None else secrets.randbits(_SEED_BITS)
-        if unknown := [token for token, _ in options.logit_bias if token >= self.checkpoint.vocab_size]:
+        sampling = replace(self.checkpoint.sampling, **{"seed": secrets.randbits(_SEED_BITS), **options.sampling})
+        if unknown := [token for token, _ in sampling.logit_bias if token >= self.checkpoint.vocab_size]:
             raise InvalidRequestError(f"logit_bias names token {unknown[0]}; the vocabulary has {self.checkpoint.vocab_size}",
                                       field="logit_bias")
         max_tokens = self.builder.max_tokens(prompt, options.max_tokens, self.max_context)
@@ -199,12 +198,7 @@ class RouterService:
                                       field="min_tokens")
         request = GenerateRequest(
             id=name, prompt=prompt, deadline=deadline, choices=options.n, priority=options.priority,
-            cache_salt=options.cache_salt,
-            sampling=SamplingParams(temperature=self.checkpoint.default_temperature if temperature is None else temperature,
-                                    top_p=self.checkpoint.default_top_p if top_p is None else top_p, seed=seed,
-                                    top_k=options.top_k, min_p=options.min_p, presence_penalty=options.presence_penalty,
-                                    frequency_penalty=options.frequency_penalty, logprobs=options.logprobs,
-                                    repetition_penalty=options.repetition_penalty, logit_bias=options.logit_bias),
+            cache_salt=options.cache_salt, sampling=sampling,
             stop=StopParams(max_tokens=max_tokens, min_tokens=options.min_tokens,
                             stop_token_ids=eos | frozenset(options.stop_token_ids)))
         limits = self.config.router

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from slipstream.checkpoint import DEMO
 from slipstream.types import Role
 from slipstream.v1 import worker_pb2 as pb
-from tests.support.scripted_router import MODEL, Front, Later, front
+from tests.support.scripted_router import EOS, MODEL, Front, Later, front
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +82,22 @@ def test_the_official_client_and_what_the_workers_get(router: Front) -> None:
     assert (sampling.top_k, sampling.min_p, sampling.presence_penalty, sampling.frequency_penalty) == (5, 0.125, 0.5, -0.25)
     assert (sampling.repetition_penalty, sampling.logprobs, sampling.seed, submits[1].min_tokens) == (1.5, 20, 9, 2)
     assert (list(sampling.biased_token), list(sampling.bias)) == ([3, 7], [-100.0, 2.0])
+
+
+def test_the_checkpoint_says_how_to_sample_where_the_request_does_not(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in DEMO.glob("*.json*"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    told = {"temperature": 0.5, "top_p": 0.75, "top_k": 20, "min_p": 0.25, "repetition_penalty": 1.5}
+    off = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    (folder / "generation_config.json").write_text(json.dumps({**told, "eos_token_id": EOS}))
+    with front(tmp_path, f"model.path={folder}") as router:
+        for asked, right in (({}, told), (off, off), ({"top_k": -1, "top_p": None}, {**told, "top_k": 0})):
+            router.answer("fine")
+            assert router.chat(**asked).status_code == 200
+            for (submit,) in router.stage.last.submits.values():
+                assert {name: getattr(submit.sampling, name) for name in told} == right
 
 
 @pytest.mark.parametrize("fields", [
