@@ -13,15 +13,12 @@ import pytest
 from PIL import Image
 
 from router.fakes import Plan
-from slipstream import checkpoint
 from slipstream.block_hash import content_hash
 from slipstream.checkpoint import DEMO
 from slipstream.text.chat import ChatTemplate
 from slipstream.types import FinishReason, Role
-from tests.support.scripted_router import EOS, MODEL, Front, front
+from tests.support.scripted_router import CHECKPOINT, CONTEXT, EOS, MODEL, Front, front
 
-CHECKPOINT = checkpoint.read(DEMO)
-CONTEXT = CHECKPOINT.max_context
 PAD = CHECKPOINT.image_token_id
 
 

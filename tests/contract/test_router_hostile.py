@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import io
 import json
 import re
 import socket
@@ -13,28 +11,24 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from router.dispatch import Row
 from router.fakes import FakeWorker, Plan, Script
 from router.service import PROMPT_THREADS
 from router.workers import WorkerLink
-from slipstream import checkpoint
 from slipstream.checkpoint import DEMO
 from slipstream.errors import SlipstreamError
 from slipstream.text.tokenizer import Tokenizer
 from slipstream.types import Role
 from slipstream.v1 import worker_pb2 as pb
-from tests.support.scripted_router import MODEL, Front, Later, events, front, refused
+from tests.support.scripted_router import CHAT, COMPLETIONS, CONTEXT, MODEL, Front, Later, events, front, picture, refused
 
-CONTEXT = checkpoint.read(DEMO).max_context
 LONG = tuple(Tokenizer(DEMO).encode("The quick brown fox jumps over the lazy dog, and a purple triangle is in row two."))
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 @pytest.fixture(scope="module")
 def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
-    with front(tmp_path_factory.mktemp("router")) as one:
+    with front(tmp_path_factory.mktemp("router"), complaints=None) as one:
         yield one
 
 
@@ -48,17 +42,6 @@ def nothing_left(router: Front) -> Iterator[None]:
     router.until_idle()
     router.answer("fine")
     assert router.chat().json()["choices"][0]["message"]["content"] == "fine"
-
-
-def complaints(router: Front) -> list[str]:
-    return [line["message"] for line in router.log() if line["level"] in ("error", "critical")]
-
-
-def picture(side: int, colour: int = 0) -> dict[str, Any]:
-    file = io.BytesIO()
-    Image.new("RGB", (side, side), (colour, 0, 0)).save(file, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def connect(router: Front, data: bytes, length: int, headers: str = "") -> socket.socket:
@@ -161,7 +144,7 @@ def test_a_refused_picture_ends_its_request(router: Front) -> None:
     worker.takes_pictures = False
     try:
         router.answer("never")
-        error = refused(router.chat([picture(64), picture(64, 9)]), 503)
+        error = refused(router.chat([picture(64, 64), picture(64, 64, 9)]), 503)
     finally:
         worker.takes_pictures = True
     assert "RESOURCE_EXHAUSTED" in error["message"]
@@ -228,7 +211,7 @@ async def test_a_fault_in_one_requests_handling_keeps_the_session() -> None:
 
 def test_clients_that_leave_while_their_prompts_wait_for_a_thread(router: Front) -> None:
     """Their places are free at once, and no worker hears of those that had no thread yet."""
-    content = [picture(4000, colour) for colour in range(3)]
+    content = [picture(4000, 4000, colour) for colour in range(3)]
     data = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": content}], "max_tokens": 1}).encode()
     connections = [connect(router, data, len(data)) for _ in range(6)]
     with router.client() as client:
@@ -240,7 +223,7 @@ def test_clients_that_leave_while_their_prompts_wait_for_a_thread(router: Front)
 
 
 def test_the_deadline_covers_the_making_of_the_prompt(router: Front) -> None:
-    content = [picture(2500, colour) for colour in range(3)]
+    content = [picture(2500, 2500, colour) for colour in range(3)]
     busy = [Later(router.chat, content, max_tokens=CONTEXT) for _ in range(2)]
     error = refused(router.chat(content, headers={"x-request-timeout-seconds": "0.1"}), 504)
     assert error["code"] == "deadline_exceeded"
@@ -271,13 +254,13 @@ def test_texts_far_too_long_are_refused_without_reading_them_to_the_end(router: 
 
 
 def test_huge_numbers_and_endless_lists_are_the_clients_mistakes(router: Front) -> None:
-    before = complaints(router)
+    before = router.complaints()
     start = b'{"model": "' + MODEL.encode() + b'", "messages": [{"role": "user", "content": "x"}], '
     assert refused(router.post(CHAT, start + b'"temperature": 1' + b"0" * 400 + b"}"))["param"] == "temperature"
     began = time.monotonic()
     refused(router.post(CHAT, start + b'"x": [' + b"[]," * (16 << 20) + b"1]}"))
     assert time.monotonic() - began < 5.0
-    assert complaints(router) == before
+    assert router.complaints() == before
 
 
 def test_a_stream_counts_as_what_ended_it(router: Front) -> None:

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import math
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from router.fakes import Plan
-from slipstream import checkpoint
-from slipstream.checkpoint import DEMO
-from tests.support.scripted_router import MODEL, SECRET, Front, front, no_worker_hears, refused
-
-CHECKPOINT = checkpoint.read(DEMO)
-CONTEXT = CHECKPOINT.max_context
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-MESSAGES = [{"role": "user", "content": SECRET}]
+from tests.support.scripted_router import (
+    CHAT,
+    CHECKPOINT,
+    COMPLETIONS,
+    CONTEXT,
+    MESSAGES,
+    MODEL,
+    REFUSING,
+    Front,
+    front,
+    no_worker_hears,
+    picture,
+    refused,
+)
 
 
 @pytest.fixture(scope="module")
 def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
-    with front(tmp_path_factory.mktemp("router"), "router.max_body_bytes=2000000", "router.max_images=3") as one:
+    with front(tmp_path_factory.mktemp("router"), *REFUSING) as one:
         yield one
-        complaints = [line for line in one.log() if line["level"] in ("error", "critical")]
-        assert not complaints
 
 
 @pytest.fixture(autouse=True)
@@ -251,19 +252,13 @@ def test_picture_urls(router: Front, url: str) -> None:
 
 @pytest.mark.parametrize(("height", "width"), [(2, 2), (1, 100), (1, 10000), (4, 900)])
 def test_pictures_of_no_use(router: Front, height: int, width: int) -> None:
-    file = io.BytesIO()
-    Image.new("RGB", (width, height)).save(file, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
     for stream in (False, True):
-        reply = router.chat([{"type": "image_url", "image_url": {"url": url}}], stream=stream)
+        reply = router.chat([picture(height, width)], stream=stream)
         assert f"{width}x{height}" in refused(reply)["message"]
 
 
 def test_too_many_pictures(router: Front) -> None:
-    file = io.BytesIO()
-    Image.new("RGB", (32, 32)).save(file, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-    assert "3" in refused(router.chat([{"type": "image_url", "image_url": {"url": url}}] * 4))["message"]
+    assert "3" in refused(router.chat([picture(32, 32)] * 4))["message"]
 
 
 # Context ---------------------------------------------------------------------------------------------------------------
@@ -283,11 +278,8 @@ def test_context_overflow_names_three_numbers(router: Front) -> None:
 
 def test_context_counts_pictures(router: Front) -> None:
     side = int(math.sqrt(CHECKPOINT.image.max_pixels)) // 32 * 32  # type: ignore[union-attr]
-    file = io.BytesIO()
-    Image.new("RGB", (side, side)).save(file, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
     tokens = (side // 32) ** 2 * 3
-    reply = router.chat([{"type": "image_url", "image_url": {"url": url}}] * 3, max_tokens=CONTEXT - 100)
+    reply = router.chat([picture(side, side)] * 3, max_tokens=CONTEXT - 100)
     message = refused(reply)["message"]
     assert any(int(word) > tokens for word in message.replace(",", " ").split() if word.isdigit())
     assert str(CONTEXT) in message

@@ -23,8 +23,6 @@ LONG = tuple(Tokenizer(DEMO).encode(3 * WORDS)[:40])
 def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
     with front(tmp_path_factory.mktemp("router")) as one:
         yield one
-        complaints = [line for line in one.log() if line["level"] in ("error", "critical")]
-        assert not complaints, complaints
 
 
 @pytest.fixture(autouse=True)
