@@ -118,6 +118,8 @@ class RouterConfig:
     """Per request."""
     max_image_pixels: int = 64_000_000
     """Per image, read from its header before anything is decoded."""
+    max_pictures_bytes: int = 1 << 30
+    """Decoded pictures that all requests of a router may hold together; a request with pictures beyond it gets 429."""
     max_in_flight: int = 512
     """Requests that this router has admitted and not ended; the next one gets 429."""
     request_timeout_seconds: float = 600.0

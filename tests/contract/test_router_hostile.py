@@ -8,20 +8,35 @@ import re
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from router.dispatch import Row
 from router.fakes import FakeWorker, Plan, Script
+from router.prompt import PictureBytes, PromptBuilder, Share
 from router.service import PROMPT_THREADS
 from router.workers import WorkerLink
 from slipstream.checkpoint import DEMO
-from slipstream.errors import SlipstreamError
+from slipstream.config import RouterConfig
+from slipstream.errors import CancelledError, SlipstreamError
 from slipstream.text.tokenizer import Tokenizer
 from slipstream.types import Role
 from slipstream.v1 import worker_pb2 as pb
-from tests.support.scripted_router import CHAT, COMPLETIONS, CONTEXT, MODEL, Front, Later, events, front, picture, refused
+from tests.support.scripted_router import (
+    CHAT,
+    CHECKPOINT,
+    COMPLETIONS,
+    CONTEXT,
+    MODEL,
+    Front,
+    Later,
+    events,
+    front,
+    picture,
+    refused,
+)
 
 LONG = tuple(Tokenizer(DEMO).encode("The quick brown fox jumps over the lazy dog, and a purple triangle is in row two."))
 
@@ -220,6 +235,58 @@ def test_clients_that_leave_while_their_prompts_wait_for_a_thread(router: Front)
             connection.close()
         router.stage.until(lambda: client.get("/status").json()["in_flight"] == 0, "all have gone")
     assert len(router.stage.seen) <= PROMPT_THREADS
+
+
+def test_decoded_pictures_of_all_requests_share_one_bound(tmp_path: Path) -> None:
+    """96x96 pixels are 27,648 bytes: there is room for two such pictures, whoever sends them."""
+    with front(tmp_path, "router.max_pictures_bytes=60000") as router:
+        assert "60000" in refused(router.chat([picture(96, 96)] * 3), 413)["message"]
+        assert not router.stage.seen
+        router.answer("one", hold_at=0)
+        asked = Later(router.chat, [picture(96, 96)] * 2)
+        seen = router.held()
+        late = router.chat([picture(96, 96)])
+        assert refused(late, 429)["code"] == "overloaded"
+        assert int(late.headers["retry-after"]) >= 1
+        router.answer("words need no room")
+        assert router.chat().status_code == 200
+        router.stage.release(seen)
+        assert asked.result().status_code == 200
+        router.until_idle()
+        router.answer("two")
+        assert router.chat([picture(96, 96)] * 2).status_code == 200
+
+
+def test_room_for_pictures_comes_back_from_whoever_leaves_or_fails(tmp_path: Path) -> None:
+    with front(tmp_path, "router.max_pictures_bytes=60000") as router:
+        for _ in range(3):
+            router.stage.next(Plan(tokens=LONG, hold_at=0))
+            body = {"model": MODEL, "messages": [{"role": "user", "content": [picture(96, 96)] * 2}]}
+            data = json.dumps(body).encode()
+            connection = connect(router, data, len(data))
+            router.held()
+            connection.close()
+            router.until_idle()
+            router.stage.forget()
+            torn = {"type": "image_url", "image_url": {"url": picture(96, 96)["image_url"]["url"][:-40]}}
+            refused(router.chat([picture(96, 96), torn]))
+            refused(router.chat([picture(96, 96)], max_tokens=CONTEXT))
+
+
+def test_nobody_decodes_for_a_client_that_has_left() -> None:
+    """The work stops at the next picture, which is never looked at."""
+    builder, everything = PromptBuilder(CHECKPOINT, RouterConfig()), PictureBytes(60_000)
+    share, sizes = Share(everything), list[int]()
+
+    def take(size: int) -> None:
+        share.take(size)
+        sizes.append(size)
+        share.close()
+
+    with pytest.raises(CancelledError):
+        builder.chat([{"role": "user", "content": [picture(96, 96)] * 3}], take)
+    assert sizes == [3 * 96 * 96]
+    assert everything.taken == 0
 
 
 def test_the_deadline_covers_the_making_of_the_prompt(router: Front) -> None:
