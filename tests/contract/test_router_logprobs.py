@@ -11,6 +11,7 @@ from typing import Any
 import openai
 import pytest
 
+from router.fakes import Seen
 from slipstream.checkpoint import DEMO
 from slipstream.types import Role
 from slipstream.v1 import worker_pb2 as pb
@@ -25,6 +26,18 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
 
 def told(choices: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
+
+
+def held(router: Front) -> Seen:
+    """The request that waits for its release."""
+    found: list[Seen] = []
+
+    def one() -> bool:
+        found[:] = [seen for seen in router.stage.seen.values() if seen.held.is_set() and not seen.released.is_set()]
+        return bool(found)
+
+    router.stage.until(one, "a request is held")
+    return found[0]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -107,6 +120,24 @@ def test_refused(router: Front, fields: dict[str, Any]) -> None:
     assert router.chat(**fields).status_code == 400
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_probability_is_shown_as_a_floor(router: Front, stream: bool) -> None:
+    """JSON has no infinity."""
+    tokens = router.answer("one two", hold_at=0)
+    asked = Later(router.stream if stream else router.chat, logprobs=True, top_logprobs=2)
+    seen = held(router)
+    step = pb.StepReport(handle=[seen.submits[Role.PREFILL][0].handle], attempt=[0], choice=[0], index=[0], token=[tokens[0]],
+                         finish=[pb.FINISH_REASON_UNSPECIFIED],
+                         logprobs=[pb.Logprobs(logprob=-math.inf, top_token=[1, 2], top_logprob=[0.0, -math.inf])])
+    router.stage.do(lambda: router.workers[Role.PREFILL].say(pb.WorkerMessage(step=step)))
+    router.stage.release(seen)
+    answer = asked.result()
+    choices = [choice for chunk in answer.chunks for choice in chunk["choices"]] if stream else answer.json()["choices"]
+    first, *others = told(choices)
+    assert (first["logprob"], [top["logprob"] for top in first["top_logprobs"]]) == (-9999.0, [0.0, -9999.0])
+    assert len(others) == len(tokens) - 2
+
+
 BAD = {"none": [], "torn": [pb.Logprobs(logprob=-1.0, top_token=[1, 2], top_logprob=[-1.0])],
        "too few": [pb.Logprobs(logprob=-1.0, top_token=[1], top_logprob=[-1.0])],
        "no number": [pb.Logprobs(logprob=math.nan, top_token=[1, 2], top_logprob=[-1.0, -2.0])]}
@@ -119,9 +150,7 @@ def test_a_token_without_its_logprobs_is_asked_for_again(router: Front, role: Ro
     index = 0 if role is Role.PREFILL else 2
     tokens = router.answer("one two three four", hold_at=index)
     asked = Later(router.stream, logprobs=True, top_logprobs=2)
-    router.stage.until(lambda: any(seen.held.is_set() and not seen.released.is_set() for seen in router.stage.seen.values()),
-                       "the request is held")
-    seen = router.stage.last
+    seen = held(router)
     handle = seen.submits[role][0].handle
     step = pb.StepReport(handle=[handle], attempt=[0], choice=[0], index=[index], token=[tokens[0]],
                          finish=[pb.FINISH_REASON_UNSPECIFIED], logprobs=BAD[kind])

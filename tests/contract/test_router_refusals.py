@@ -17,6 +17,7 @@ from tests.support.scripted_router import (
     MESSAGES,
     MODEL,
     REFUSING,
+    SECRET,
     Front,
     front,
     no_worker_hears,
@@ -44,7 +45,9 @@ NO_COUNTS: tuple[Any, ...] = (0, -1, 1.5, 2.0, True, "5", [], 1 << 70, math.nan)
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *[(name, value) for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty") for value in NO_NUMBERS],
+        *[(name, value) for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty", "min_p")
+          for value in NO_NUMBERS],
+        *[("repetition_penalty", value) for value in NO_NUMBERS[:-1]],
         ("temperature", -0.1),
         ("top_p", 0),
         ("top_p", -1),
@@ -89,6 +92,7 @@ NO_COUNTS: tuple[Any, ...] = (0, -1, 1.5, 2.0, True, "5", [], 1 << 70, math.nan)
         ("presence_penalty", 2.5),
         ("logit_bias", {"5": 101}),
         ("logit_bias", {"x": 1}),
+        ("logit_bias", {"5": math.nan}),
         ("min_tokens", -1),
         ("chat_template", "{{ 1 }}"),
         ("best_of", 2),
@@ -101,6 +105,7 @@ NO_COUNTS: tuple[Any, ...] = (0, -1, 1.5, 2.0, True, "5", [], 1 << 70, math.nan)
         ("prediction", {"type": "content", "content": "x"}),
         ("reasoning_effort", "high"),
         ("guided_json", {}),
+        ("guided_regex", "("),
         ("stop_token_ids", "x"),
         ("stop_token_ids", [-1]),
         ("ignore_eos", "x"),
@@ -152,6 +157,20 @@ def test_fields_that_change_nothing(router: Front, field: str, value: Any) -> No
     router.stage.next(Plan(tokens=(100, 1913)))
     reply = router.post(CHAT, {"model": MODEL, "messages": MESSAGES, field: value})
     assert reply.status_code == 200, reply.text
+
+
+@pytest.mark.parametrize("fields", [{"echo": True}, {"echo": True, "logprobs": 1}, {"prompt_logprobs": 1},
+                                    {"echo": True, "max_tokens": 0}], ids=str)
+@pytest.mark.parametrize("stream", [False, True])
+def test_prompts_are_not_echoed_and_that_is_said(router: Front, fields: dict[str, Any], stream: bool) -> None:
+    error = refused(router.post(COMPLETIONS, {"model": MODEL, "prompt": SECRET, "stream": stream, **fields}))
+    assert error["param"] in ("echo", "prompt_logprobs")
+
+
+def test_a_call_of_the_history_is_named(router: Front) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"cut'}}
+    history = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert refused(router.post(CHAT, {"model": MODEL, "messages": history}))["param"] == "messages[1].tool_calls"
 
 
 @pytest.mark.parametrize(
