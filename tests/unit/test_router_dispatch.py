@@ -342,11 +342,11 @@ class _Workers:
         return dispatch.finished(run, role, attempt, STATS, handed_off=role is P and goes_on)
 
 
-@given(st.lists(st.integers(1, 7), min_size=1, max_size=3), st.randoms(use_true_random=False), st.sampled_from([0.0, 0.1, 0.3]))
-@settings(max_examples=400, deadline=None)
+@given(st.lists(st.integers(1, 7), min_size=1, max_size=3), st.integers(0, 1 << 32), st.sampled_from([0.0, 0.1, 0.3]))
+@settings(max_examples=2000, deadline=None)  # by a seed: drawing every choice from hypothesis is ten times slower
 def test_every_choice_gets_its_tokens_once_and_in_order_or_the_request_fails(
-        lengths: list[int], chance: random.Random, faults: float) -> None:
-    workers, dispatch = _Workers(lengths, chance, faults), Dispatch(range(len(lengths)), max_resumes=3)
+        lengths: list[int], seed: int, faults: float) -> None:
+    workers, dispatch = _Workers(lengths, random.Random(seed), faults), Dispatch(range(len(lengths)), max_resumes=3)
     actions = dispatch.start()
     workers.take(actions)
     for _ in range(2000):
