@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from slipstream import errors
 from slipstream.errors import SlipstreamError
 from slipstream.observability.metrics import RouterMetrics
+from slipstream.observability.supervisor_metrics import SupervisorMetrics
 from slipstream.observability.worker_metrics import WorkerMetrics
 from slipstream.types import EngineCounters, EngineLoad, Role
 
@@ -37,10 +38,11 @@ class Rig:
 
 
 def declared() -> dict[str, Metric]:
-    """Every family of ours, of both kinds of process."""
-    worker, router = Rig().metrics.registry, CollectorRegistry()
+    """Every family of ours, of all kinds of process."""
+    worker, router, supervisor = Rig().metrics.registry, CollectorRegistry(), CollectorRegistry()
     RouterMetrics(router)
-    return {family.name: family for registry in (worker, router) for family in registry.collect()
+    SupervisorMetrics(supervisor, ["prefill", "decode", "router"], list)
+    return {family.name: family for registry in (worker, router, supervisor) for family in registry.collect()
             if family.name.startswith("slipstream_")}
 
 
@@ -129,7 +131,7 @@ def test_labels_are_bounded() -> None:
 def test_names_follow_the_conventions_and_the_text_can_be_parsed() -> None:
     families = declared()
     for name, family in families.items():
-        assert re.fullmatch(r"slipstream_(worker|router)(_[a-z0-9]+)*", name), name
+        assert re.fullmatch(r"slipstream_(worker|router|supervisor)(_[a-z0-9]+)*", name), name
         assert family.documentation.endswith("."), f"{name} says what it is"
         assert not name.endswith(("_total", "_count", "_sum", "_bucket", "_info", "milliseconds", "_ms", "_mb")), name
         if family.type == "histogram":
