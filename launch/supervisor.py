@@ -311,13 +311,17 @@ class Supervisor:
                 await one.place.end()
 
     async def _ended(self, one: _Running) -> str:
-        """Wait for the end of a process, or of the actor that holds it; says how it ended."""
+        """Wait for the end of a process; says how it ended. One whose actor cannot be reached is at its end when it answers no
+        probe either: it ends with its actor, but need not end when Ray loses sight of that for a moment."""
         if one.ready is None:
             return "a failed start"
-        try:
-            return describe(await one.place.wait())
-        except LaunchError as error:
-            return f"an error: {error}"
+        while True:
+            try:
+                return describe(await one.place.wait())
+            except LaunchError as error:
+                if await probe.process(one.ready, placement.ANSWER_SECONDS) is not probe.Finding.FINE:
+                    return f"an error: {error}"
+            await asyncio.sleep(FIRST_BACKOFF_SECONDS)
 
     # -- ending ------------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[i
 
 from launch import probe
 from launch.probe import STRIKES, Finding, count
-from launch.supervisor import FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS, STEADY_SECONDS, next_pause
+from launch.supervisor import FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS, STEADY_SECONDS, Supervisor, _Running, next_pause
+from slipstream import config
+from slipstream.errors import LaunchError
 from slipstream.rpc.server import listen, new_server
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 
@@ -27,7 +30,7 @@ class Worker(worker_pb2_grpc.WorkerServicer):
 
 @pytest.fixture
 async def worker() -> AsyncIterator[tuple[Worker, Any, str]]:
-    server, made, healthy = new_server(), Worker(), health.aio.HealthServicer()
+    server, made, healthy = new_server(), Worker(), health.aio.HealthServicer()  # type: ignore[abstract]
     worker_pb2_grpc.add_WorkerServicer_to_server(made, server)
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     yield made, healthy, await listen(server, "127.0.0.1:0")
@@ -44,6 +47,28 @@ async def test_a_worker_says_how_it_is(worker: tuple[Worker, Any, str]) -> None:
     assert await probe.process(ready, 5) is Finding.WRONG
     made.draining = True
     assert await probe.process(ready, 5) is Finding.FINE, "whoever drains will end by itself"
+
+
+class Unreachable:
+    """A place whose actor Ray cannot reach for a while."""
+
+    def __init__(self, answer: int) -> None:
+        self.answers: list[int | None] = [None, None, answer]
+
+    async def wait(self) -> int:
+        if (answer := self.answers.pop(0)) is None:
+            raise LaunchError("lost its Ray actor")
+        return answer
+
+
+async def test_a_process_that_answers_has_not_ended_whatever_ray_says(worker: tuple[Worker, Any, str], tmp_path: Path) -> None:
+    _, healthy, address = worker
+    await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
+    supervisor = Supervisor(config.load(None, [f"ray.log_dir={tmp_path}"]), print)
+    place: Any = Unreachable(3)
+    assert await supervisor._ended(_Running(place, ready={"address": address})) == "status 3"
+    place = Unreachable(3)
+    assert await supervisor._ended(_Running(place, ready={"address": "127.0.0.1:1"})) == "an error: lost its Ray actor"
 
 
 async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

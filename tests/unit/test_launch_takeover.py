@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +25,7 @@ from slipstream.errors import LaunchError, PlacementError
 def test_a_lease_changes_hands_only_after_silence_and_forgets_no_epoch(steps: list[tuple[str, float, int]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         now = 1000.0
-        patch.setattr(takeover.time, "monotonic", lambda: now)
+        patch.setattr(time, "monotonic", lambda: now)
         lease, owner, told, epochs = Lease(), "", -1e9, dict[str, int]()
         for who, pause, epoch in steps:
             now += pause
@@ -84,21 +86,21 @@ async def test_a_cluster_that_starts_no_lease_is_named(actor: Actor, monkeypatch
 
 
 class SilentHost:
-    """An actor on a node that answers no more: `end` never comes back, `wait` comes back once without a status."""
+    """An actor on a node that answers no more; before that, as often as `answers` is set, that there is no news."""
 
     def __init__(self) -> None:
         self.end = self.wait = self
-        self.asked = 0
+        self.answers = asyncio.Event()
 
     async def remote(self, *_: object) -> None:
-        self.asked += 1
-        if self.asked > 1:
-            await asyncio.Event().wait()
+        await self.answers.wait()
+        self.answers.clear()
 
 
 @pytest.fixture
 def killed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    ray, found = pytest.importorskip("ray"), []
+    found: list[Any] = []
+    ray = pytest.importorskip("ray")
     monkeypatch.setattr(ray, "kill", found.append)
     monkeypatch.setattr(placement, "ANSWER_SECONDS", 0.2)
     return found
@@ -106,14 +108,12 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 async def test_giving_up_an_epoch_leaves_the_next_one_alone(killed: list[Any]) -> None:
     old, new = SilentHost(), SilentHost()
-    old.asked = 1
     place = Place(members(config.load(None))[0], None, lifetime=None, host=old)  # type: ignore[arg-type]
     ending = asyncio.create_task(place.end())
     await asyncio.sleep(0)
     place._host = new  # Ray had told the keeper that the node is lost, and a new host was started
     await ending
     assert killed == []
-    new.asked = 1
     await place.end()
     assert killed == [new]
 
@@ -123,6 +123,7 @@ async def test_waiting_for_a_process_survives_the_end_of_its_actor(killed: list[
     place = Place(members(config.load(None))[0], None, lifetime=None, host=host)  # type: ignore[arg-type]
     waiting = asyncio.create_task(place.wait())
     await asyncio.sleep(0)
+    host.answers.set()
     place.kill()
     await asyncio.sleep(0.01)
     assert not waiting.done(), "it asks the actor that it knows, and hears from Ray that this one is lost"
@@ -131,11 +132,12 @@ async def test_waiting_for_a_process_survives_the_end_of_its_actor(killed: list[
 
 @pytest.mark.parametrize(("code", "message"), [
     ("import sys; print('noise'); print(3)", ""), ("raise ImportError('libroc.so')", "cannot say .*: ImportError: libroc.so"),
-    ("import os; os._exit(7)", "cannot say .*: it ended with status 7"), ("import time; time.sleep(60)", "did not say within 0.5"),
+    ("import os; os._exit(7)", "cannot say .*: it ended with status 7"),
+    ("import time; time.sleep(60)", "did not say within 0.5"),
 ])
 def test_how_many_gpus_there_are(code: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = placement.subprocess.run
-    monkeypatch.setattr(placement.subprocess, "run", lambda _, **options: run([sys.executable, "-c", code], **options))
+    run = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda _, **options: run([sys.executable, "-c", code], **options))
     if not message:
         assert placement.gpus_here() == 3
         return
