@@ -138,7 +138,7 @@ class Supervisor:
         Setting `hurry`, at any time, ends what is left without draining. True: every process ended in order.
         """
         self._stopping = True
-        if self._claim is not None and not self._leave:
+        if self._claim is not None and self._claim.held and not self._leave:
             self._leave = not await self._claim.renew()
         routers = [one for one in self._running if one.member.role is None]
         workers = [one for one in self._running if one.member.role is not None]
@@ -355,7 +355,7 @@ class Supervisor:
         if session is not None:
             await self._give_back(session, 0.0 if hurry.is_set() else WORKER_STOP_SECONDS)
         if self._leave:
-            self._report(f"what serves goes on without a supervisor; logs: {self.log_dir}")
+            self._report(f"what serves goes on; logs: {self.log_dir}")
             return
         if keep_logs and any(self.log_dir.iterdir()):
             self._report(f"logs: {self.log_dir}")

@@ -129,14 +129,26 @@ def test_the_next_supervisor_takes_over_what_serves(cluster: subprocess.Popen[st
         runs.append(third)
         assert third.wait() == 1
         assert f"deployment slipstream of this cluster is kept by another supervisor (process {second.pid} on" in third.text
+        assert "what serves goes on" not in third.text, "it has nothing to say about that"
 
         os.kill(pids["prefill-0"], signal.SIGKILL)
         second.wait_for(r"(?s)prefill-0 ended with signal SIGKILL; starting epoch 2.*prefill-0 serves at")
         deadline = time.monotonic() + 60
         while not counts(url):
             assert time.monotonic() < deadline, "the router does not follow the new supervisor"
+
+        second.signal(signal.SIGSTOP)  # it sleeps for longer than its lease
+        fourth = Command(settings, OPEN)
+        runs.append(fourth)
+        fourth.wait_for("ready at")
+        assert pids_in(fourth, "goes on") == pids | pids_in(second, "serves")
         second.signal(signal.SIGTERM)
-        assert second.wait() == 0, second.text
+        second.signal(signal.SIGCONT)
+        assert second.wait() == 1
+        assert "what serves goes on" in second.text
+        assert counts(url)
+        fourth.signal(signal.SIGTERM)
+        assert fourth.wait() == 0, fourth.text
         assert running(pids, pids_in(second, "serves")) == []
     finally:
         for one in runs:
