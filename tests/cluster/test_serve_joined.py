@@ -144,7 +144,7 @@ def test_the_next_supervisor_takes_over_what_serves(cluster: subprocess.Popen[st
         assert pids_in(fourth, "goes on") == pids | pids_in(second, "serves")
         second.signal(signal.SIGTERM)
         second.signal(signal.SIGCONT)
-        assert second.wait() == 1
+        assert second.wait() in (1, 130)  # it may see what it has lost before the signal, which is a second wish to end then
         assert "what serves goes on" in second.text
         assert counts(url)
         fourth.signal(signal.SIGTERM)
