@@ -27,7 +27,7 @@ from slipstream.errors import ConfigError, LaunchError, SlipstreamError
 from slipstream.observability.supervisor_metrics import SupervisorMetrics
 from slipstream.rpc.server import join_address, listen, new_server, split_address
 from slipstream.v1 import directory_pb2_grpc
-from worker.metrics import MetricsServer, metrics_target
+from worker.metrics import MetricsServer, metrics_target, reachable
 
 WORKER_STOP_SECONDS = 10.0
 FIRST_BACKOFF_SECONDS = 0.5
@@ -125,7 +125,7 @@ class Supervisor:
                 for launch in launches:
                     launch.cancel()
             self._keep_all(new)
-            await asyncio.gather(*(self._healthy(url, deadline) for url in self.urls))
+            await asyncio.gather(*(self._healthy(one, deadline) for one in self._running if one.member.role is None))
         except Exception:
             self._failed = True
             self._leave |= self._adopted
@@ -186,10 +186,10 @@ class Supervisor:
                     await one.place.tell({"directory": self._directory_address})
 
     async def _serve_metrics(self, session: placement.Session) -> None:
-        wanted = self._config.ray.metrics_listen
-        if target := metrics_target(join_address(session.own_address, 0), None if wanted == "auto" else wanted):
+        wanted, here = self._config.ray.metrics_listen, join_address(session.own_address, 0)
+        if target := metrics_target(here, None if wanted == "auto" else wanted):
             try:
-                self.metrics_address = await self._metrics_server.listen(target)
+                self.metrics_address = reachable(await self._metrics_server.listen(target), here, here)
             except ConfigError as error:
                 raise ConfigError(error.message.replace("--metrics-listen", "ray.metrics_listen"),
                                   field="ray.metrics_listen") from error
@@ -245,14 +245,14 @@ class Supervisor:
             self._directory.put(Endpoint(replica_id=one.member.name, role=one.member.role, address=ready["address"],
                                          epoch=one.place.epoch))
 
-    async def _healthy(self, url: str, deadline: float) -> None:
-        """Wait until a router has found its workers."""
+    async def _healthy(self, one: _Running, deadline: float) -> None:
+        """Wait until a router has found its workers; one that was adopted may be ending, and is started again."""
         while True:
-            problem = await asyncio.to_thread(client.health, url)
-            if not problem:
+            problem = await asyncio.to_thread(client.health, one.ready["http"]) if one.ready is not None else "it has ended"
+            if not problem and one.ready is not None:
                 return
             if time.monotonic() > deadline:
-                raise LaunchError(f"{url} is not healthy after {self._config.ray.start_seconds:.0f} s: {problem}")
+                raise LaunchError(f"{one.member.name} is not healthy after {self._config.ray.start_seconds:.0f} s: {problem}")
             await asyncio.sleep(0.05)
 
     # -- keeping -----------------------------------------------------------------------------------------------------
