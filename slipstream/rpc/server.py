@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from typing import TypeVar
+
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, InvalidRequestError
 from slipstream.rpc.channel import KEEPALIVE_SECONDS, OPTIONS
+
+M = TypeVar("M")
+
+
+async def messages(requests: AsyncIterator[M]) -> AsyncIterator[M]:
+    """The messages of a request stream. Raises InvalidRequestError for bytes that are none."""
+    try:
+        async for message in requests:
+            yield message
+    except DecodeError as error:
+        raise InvalidRequestError(f"bytes that are no message: {error}") from error
 
 
 def new_server() -> grpc.aio.Server:
