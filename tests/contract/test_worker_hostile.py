@@ -78,8 +78,8 @@ async def test_a_picture_of_rubbish_is_the_senders_mistake(before: int) -> None:
                 yield pb.ImageChunk(content_hash=bytes(16), height=32, width=32).SerializeToString()
             yield RUBBISH
 
+        put: grpc.aio.StreamUnaryMultiCallable[bytes, bytes] = channel.stream_unary(f"/{SERVICE}/PutImage")
         with pytest.raises(grpc.aio.AioRpcError, match="no message") as error:
-            put: grpc.aio.StreamUnaryMultiCallable[bytes, bytes] = channel.stream_unary(f"/{SERVICE}/PutImage")
             await put(stream())
         assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         stub = worker_pb2_grpc.WorkerStub(channel)
