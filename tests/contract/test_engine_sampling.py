@@ -42,7 +42,7 @@ def asked(name: str, number: int) -> GenerationRequest:
     prompts = texts()
     sampling = SamplingParams(temperature=0.9, seed=number, top_k=50, top_p=0.95, min_p=0.01, repetition_penalty=1.2,
                               presence_penalty=0.3, frequency_penalty=0.2, logit_bias=((5, 1.0),))
-    base = request(name, prompts[number % len(prompts)], 16, ignore_eos=True)
+    base = request(name, prompts[number % len(prompts)], 10, ignore_eos=True)
     return replace(base, sampling=sampling)
 
 
@@ -66,7 +66,7 @@ def resumed(model: LanguageModel, whole: dict[str, list[int]]) -> dict[str, list
     engine, tokens = make(model), {}
     for name, told in whole.items():
         number = int(name[1:])
-        tokens[name] = told[: 1 + number % 15]
+        tokens[name] = told[: 1 + number % 9]
         engine.submit(replace(asked(name, number), output=tuple(tokens[name])))
     while engine.has_work:
         for event in engine.step().events:
