@@ -15,7 +15,7 @@ from cache_transfer.memory import tune_allocator
 from cache_transfer.store import CacheStore
 from slipstream import process
 from slipstream.errors import ConfigError, SlipstreamError
-from slipstream.rpc.server import join_address, listen, new_server, split_address
+from slipstream.rpc.server import bound, join_address, listen, new_server, split_address
 from slipstream.types import Role
 from worker.metrics import MetricsServer, metrics_target, reachable
 from worker.replica import Replica
@@ -43,8 +43,10 @@ def main(role: Role, mount: Mount, arguments: Sequence[str] | None = None) -> in
     parsed = parser.parse_args(arguments)
     try:
         config = process.start(parsed, parsed.replica_id)
-        metrics_target(parsed.listen, parsed.metrics_listen)
         advertised(parsed.listen, parsed.advertise)  # a mistake here must not cost a minute of loading first
+        bound(parsed.listen, "--listen").close()
+        if target := metrics_target(parsed.listen, parsed.metrics_listen):
+            bound(target, "--metrics-listen").close()
         replica = Replica(config, role)
         tune_allocator()
         identity = Identity(replica_id=parsed.replica_id, epoch=parsed.epoch, role=role)

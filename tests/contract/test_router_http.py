@@ -201,7 +201,11 @@ def test_metrics_do_not_grow_with_what_clients_send(router: Front) -> None:
             client.get(f"/v1/models/model-{number}")
         text = client.get("/metrics").text
         after = {line.split(" ")[0] for line in text.splitlines() if not line.startswith("#")}
-    assert len(after - before) <= 4, after - before  # the two routes that were new, once each
+    new = {series for series in after - before if "_created" not in series}
+    name = "slipstream_router_requests_total"
+    assert new <= {f'{name}{{code="200",route="/metrics"}}', f'{name}{{code="404",route="/v1/models/{{name:path}}"}}'}
+    for route in ("unmatched", CHAT):
+        assert f'{name}{{code="404",route="{route}"}}' in after, "an error is no success"
     assert not any("model-" in series or "path-" in series for series in after)
     assert "SECRETWORD" not in text
 
