@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import slipstream
 from slipstream import config as config_module
 from slipstream.config import Config
 from slipstream.errors import PlacementError
@@ -32,15 +33,22 @@ class Member:
     """The configuration that this process is given."""
 
     @property
+    def kind(self) -> str:
+        """`prefill`, `decode` or `router`."""
+        return self.role.value if self.role is not None else "router"
+
+    @property
     def bundle(self) -> dict[str, float]:
         """What Ray reserves for it."""
         return {"CPU": self.cpus} | ({"GPU": float(self.gpus)} if self.gpus else {})
 
     @property
     def identity(self) -> str:
-        """Equal for members that are started alike. What only the supervisor reads, [ray] and other pools, does not count."""
+        """Equal for members that are started alike, by the same version. What only the supervisor reads, [ray] and the pools,
+        does not count."""
         config = {key: value for key, value in config_module.to_dict(self.config).items() if key not in ("ray", "pools")}
-        return json.dumps([self.name, str(self.role), self.cpus, self.gpus, dict(self.env), config], sort_keys=True)
+        return json.dumps([slipstream.__version__, self.name, self.kind, self.cpus, self.gpus, dict(self.env), config],
+                          sort_keys=True)
 
     def arguments(self, *, host: str, epoch: int, directory: str, port: int = 0) -> list[str]:
         """What follows `python -m`: workers listen on any free port of `host`, routers find them through `directory`.
@@ -51,8 +59,8 @@ class Member:
         own = config_module.to_dict(dataclasses.replace(self.config, router=router))
         shared = ["--exit-with-parent", "--config-json", json.dumps(own)]
         if self.role is None:
-            return ["router", *shared, "--directory", directory]
-        return [self.role.value, *shared, "--replica-id", self.name, "--epoch", str(epoch), "--listen", f"{host}:0"]
+            return [self.kind, *shared, "--directory", directory]
+        return [self.kind, *shared, "--replica-id", self.name, "--epoch", str(epoch), "--listen", f"{host}:0"]
 
 
 def members(config: Config) -> tuple[Member, ...]:

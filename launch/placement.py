@@ -6,6 +6,8 @@ Ray is imported inside functions: importing it changes the environment and the i
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import logging
 import os
 import secrets
@@ -14,13 +16,14 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launch import members, processes
-from launch.child import ChildProcess
+from launch.child import ChildProcess, describe
 from launch.members import Member
 from slipstream.errors import LaunchError, PlacementError, SlipstreamError
 from slipstream.rpc.server import split_address
@@ -37,6 +40,7 @@ CONNECT_SECONDS = 5.0
 WAIT_SECONDS = 30.0
 ANSWER_SECONDS = 5.0
 """An actor that says nothing for so long is given up."""
+GPU_SECONDS = 60.0
 
 
 class Session:
@@ -86,6 +90,50 @@ class Session:
         if self._temp_dir is not None:
             processes.end(started, END_SECONDS)
             shutil.rmtree(self._temp_dir, ignore_errors=True)
+
+
+class Opening:
+    """A session that is being opened in a thread of its own, which nobody has to wait for should Ray hang.
+
+    The thread stays until `over` is set: the kernel ends Ray's processes together with the thread that started them.
+    """
+
+    def __init__(self, address: str, deployment: str, cpus: float, gpus: int, on_open: Callable[[], None]) -> None:
+        """`on_open` is called on the running event loop once it is open, or could not be opened."""
+        self._loop = asyncio.get_running_loop()
+        self._joins = bool(address)
+        self.session: asyncio.Future[Session] = self._loop.create_future()
+        self.session.add_done_callback(lambda _: on_open())
+        self.over = threading.Event()
+        opening = functools.partial(Session, address, deployment, cpus=cpus, gpus=gpus)
+        threading.Thread(target=self._run, args=(opening,), name="ray session", daemon=True).start()
+
+    async def opened(self, hurry: asyncio.Event) -> Session | None:
+        """The session, if there is one: one that is still being opened has to be open before it can be closed.
+
+        Only joining a cluster may hang, and what was not joined need not be left: `hurry` ends that wait.
+        """
+        hurried = asyncio.create_task(hurry.wait())
+        waited: set[asyncio.Future[Any]] = {self.session} | ({hurried} if self._joins else set())
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        hurried.cancel()
+        if not self.session.done() or self.session.exception() is not None:
+            return None
+        return self.session.result()
+
+    def _run(self, opening: Callable[[], Session]) -> None:
+        try:
+            session = opening()
+        except Exception as error:
+            failure = error
+            self._tell(lambda: self.session.set_exception(failure))
+        else:
+            self._tell(lambda: self.session.set_result(session))
+        self.over.wait()
+
+    def _tell(self, action: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waited
+            self._loop.call_soon_threadsafe(lambda: None if self.session.cancelled() else action())
 
 
 class Place:
@@ -140,7 +188,8 @@ class Place:
 
     async def wait(self) -> int:
         """The process's exit status, once it has ended."""
-        while (code := await self._result(self._host.wait.remote(WAIT_SECONDS))) is None:
+        host = self._host  # `kill` may come between two waits
+        while (code := await self._result(host.wait.remote(WAIT_SECONDS))) is None:
             pass
         return int(code)
 
@@ -150,10 +199,13 @@ class Place:
 
     async def end(self) -> None:
         """End the process at once; `wait` says so. An actor that does not answer is ended itself."""
+        if (host := self._host) is None:
+            return
         try:
-            await asyncio.wait_for(self._result(self._host.end.remote()), ANSWER_SECONDS)
+            await asyncio.wait_for(self._result(host.end.remote()), ANSWER_SECONDS)
         except (TimeoutError, LaunchError):
-            self.kill()
+            if self._host is host:  # else the next epoch has begun
+                self.kill()
 
     async def stop(self, grace_seconds: float) -> int:
         """Drain and end the process; its exit status."""
@@ -242,9 +294,13 @@ class Host:
         return self._started().ready(timeout_seconds)
 
     def state(self) -> dict[str, Any]:
-        """For a supervisor that finds it: Member.identity, the ready line (None: it does not serve), the log's path."""
+        """For a supervisor that finds it: Member.identity, the ready line (None: it does not serve), the log's path, and the id
+        of its placement group."""
+        import ray
+
         child = self._child
-        return {"identity": self._identity, "ready": child and child.serving, "log": str(child.log_path) if child else ""}
+        return {"identity": self._identity, "ready": child and child.serving, "log": str(child.log_path) if child else "",
+                "group": ray.get_runtime_context().get_placement_group_id()}
 
     def wait(self, timeout_seconds: float) -> int | None:
         """See ChildProcess.wait; one that nobody awaits any more must not keep its thread for ever."""
@@ -274,9 +330,19 @@ def _node_address() -> str:
 
 
 def gpus_here() -> int:
-    """How many GPUs PyTorch can use on this machine. Asked in a process of its own: Ray's are forked from this one."""
-    code = "import torch; print(torch.cuda.device_count())"
-    return int(subprocess.run([sys.executable, "-P", "-c", code], check=False, capture_output=True, text=True).stdout or 0)
+    """How many GPUs PyTorch can use on this machine. Asked in a process of its own: Ray's are forked from this one.
+
+    Raises PlacementError when PyTorch cannot say.
+    """
+    command = [sys.executable, "-P", "-c", "import torch; print(torch.cuda.device_count())"]
+    try:
+        said = subprocess.run(command, check=False, capture_output=True, text=True, timeout=GPU_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise PlacementError(f"PyTorch did not say within {GPU_SECONDS:g} s how many GPUs this machine has") from error
+    if said.returncode:
+        why = (said.stderr.strip().splitlines() or [f"it ended with {describe(said.returncode)}"])[-1]
+        raise PlacementError(f"PyTorch cannot say how many GPUs this machine has: {why}")
+    return int(said.stdout.split()[-1])
 
 
 def _check_reachable(address: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from enum import Enum
+from http.client import HTTPException
 from typing import Any
 
 import grpc.aio
@@ -50,7 +51,7 @@ async def router(http: str, timeout_seconds: float) -> Finding:
     """Ask a router's /live."""
     try:
         await asyncio.to_thread(client.get, http, "/live", timeout_seconds)
-    except (SlipstreamError, OSError, ValueError):
+    except (SlipstreamError, OSError, HTTPException, ValueError):
         return Finding.SILENT
     return Finding.FINE
 

@@ -58,7 +58,8 @@ async def _run(config: Config, console: Console, body: Body) -> int:
         if urls is None:
             status = 0
         else:
-            report(f"ready at {', '.join(urls)}; logs: {supervisor.log_dir}")
+            metrics = f"; metrics: http://{supervisor.metrics_address}/metrics" if supervisor.metrics_address else ""
+            report(f"ready at {', '.join(urls)}; logs: {supervisor.log_dir}{metrics}")
             status = await body(urls, stop)
     finally:
         if not await supervisor.stop(hurry):

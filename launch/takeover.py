@@ -11,7 +11,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launch.members import Member
@@ -22,34 +22,41 @@ LEASE = "lease"
 """Name of the lease's actor among the deployment's actors; the others' are NAME/EPOCH."""
 LEASE_SECONDS = 6.0
 RENEW_SECONDS = 1.0
+TAKE_SECONDS = 30.0
+"""Longest wait for the first answer: the lease may have to be started."""
 
 
-def take_over(deployment: str, wanted: Sequence[Member], grace_seconds: float) -> dict[str, Place]:
+def take_over(deployment: str, wanted: Sequence[Member], grace_seconds: float, epochs: dict[str, int]) -> dict[str, Place]:
     """Places by name of the processes that an earlier supervisor of the deployment left, that serve, and that are as `wanted`
-    says. Everything else that it left is ended, in order for at most `grace_seconds`. Blocks."""
+    says. Everything else that it left is ended, in order for at most `grace_seconds`. `epochs` is raised to what was found.
+    Blocks."""
     import ray
     from ray.util.placement_group import get_placement_group, placement_group_table, remove_placement_group
 
-    groups = {row["name"]: get_placement_group(row["name"]) for row in placement_group_table().values()
+    groups = {key: get_placement_group(row["name"]) for key, row in placement_group_table().items()
               if row["name"].startswith(prefix(deployment)) and row["state"] != "REMOVED"}
-    by_member = {name.split("/")[2]: name for name in groups}
     named = {one.name: one for one in wanted}
+    hosts = {}
+    for name in ray.util.list_named_actors():
+        with contextlib.suppress(ValueError):  # it has just ended
+            if name != LEASE:
+                hosts[name] = ray.get_actor(name)
     found: dict[str, Place] = {}
     surplus = []
-    hosts = {name: ray.get_actor(name) for name in ray.util.list_named_actors() if name != LEASE}
     for name, (host, state) in _states(hosts).items():
         who, _, epoch = name.rpartition("/")
+        epochs[who] = max(epochs.get(who, 0), int(epoch))
         member = named.get(who)
-        if member is not None and who in by_member and who not in found and state is not None and state["ready"] is not None \
-                and state["identity"] == member.identity:
-            found[who] = Place(member, groups.pop(by_member[who]), lifetime="detached", host=host, epoch=int(epoch),
+        if member is not None and who not in found and state is not None and state["ready"] is not None \
+                and state["identity"] == member.identity and state.get("group") in groups:
+            found[who] = Place(member, groups.pop(state["group"]), lifetime="detached", host=host, epoch=int(epoch),
                                adopted=state)
         else:
-            surplus.append(host)
-    if surplus and grace_seconds > 0:
-        ending = [host.stop.remote(grace_seconds) for host in surplus]
+            surplus.append((host, state))
+    # Without grace too: a child that is stopped or hangs does not see the end of its actor.
+    if ending := [host.stop.remote(grace_seconds) for host, state in surplus if state is not None]:
         ray.wait(ending, num_returns=len(ending), timeout=grace_seconds + ANSWER_SECONDS)
-    for host in surplus:
+    for host, _ in surplus:
         ray.kill(host)
     for group in groups.values():
         remove_placement_group(group)
@@ -76,55 +83,72 @@ def _states(hosts: Mapping[str, Any]) -> dict[str, tuple[Any, dict[str, Any] | N
 class Claim:
     """One supervisor's right to a deployment of a joined cluster: a lease that it renews, kept by an actor."""
 
-    def __init__(self) -> None:
+    def __init__(self, deployment: str) -> None:
+        self._deployment = deployment
         self._owner = f"{secrets.token_hex(4)}: process {os.getpid()} on {socket.gethostname()}"
+        self._lease: Any = None
         self.held = False
         """True once it was taken."""
         self.epochs: dict[str, int] = {}
-        """The highest epoch of each process so far, whoever started it."""
+        """The highest epoch of each process so far, whoever started it; told to the lease at every renewal."""
 
-    def take(self, deployment: str) -> None:
-        """Blocks until the last owner's lease is over. Raises LaunchError when its owner renews it."""
-        import ray
-
+    async def take(self) -> None:
+        """Wait until the last owner's lease is over. Raises LaunchError when its owner renews it, or nobody answers."""
         first: tuple[str, float] | None = None
-        while True:
-            try:
-                owner, told, self.epochs = ray.get(self._actor().take.remote(self._owner, {}), timeout=ANSWER_SECONDS)
-            except (ray.exceptions.RayActorError, ValueError):  # its last owner has just ended it
-                time.sleep(RENEW_SECONDS / 2)
-                continue
-            self.held = owner == self._owner
-            if self.held:
-                return
-            first = first or (owner, told)
-            if first != (owner, told):
-                raise LaunchError(f"deployment {deployment} of this cluster is kept by another supervisor "
-                                  f"({owner.partition(': ')[2]}); stop that one, or give this one another name: ray.deployment")
-            time.sleep(RENEW_SECONDS / 2)
+        deadline = time.monotonic() + TAKE_SECONDS
+        while not self.held:
+            told = await self._ask()
+            first = first or told
+            if told is None and time.monotonic() > deadline:
+                raise LaunchError(f"the Ray cluster did not start the lease of deployment {self._deployment}, an actor "
+                                  f"without CPUs, in {TAKE_SECONDS:g} s")
+            if told is not None and told[0] == self._owner:
+                self.held = True
+            elif told != first and told is not None:
+                who = told[0].partition(": ")[2]
+                raise LaunchError(f"deployment {self._deployment} of this cluster is kept by another supervisor ({who}); stop "
+                                  "that one, or give this one another name: ray.deployment")
+            else:
+                await asyncio.sleep(RENEW_SECONDS / 2)
 
-    async def keep(self, places: Callable[[], Iterable[Place]]) -> None:
-        """Renew it, and note the epochs of `places`, until another supervisor has taken the deployment over."""
-        import ray
+    async def renew(self) -> bool:
+        """Renew it. False: another supervisor has the deployment now; True also while nobody can say."""
+        told = await self._ask()
+        return told is None or told[0] == self._owner
 
-        owner = self._owner
-        while owner == self._owner:
+    async def keep(self) -> None:
+        """Renew it until another supervisor has it."""
+        while await self.renew():  # noqa: ASYNC110 (nothing here tells us when to renew)
             await asyncio.sleep(RENEW_SECONDS)
-            self.epochs |= {place.member.name: place.epoch for place in places()}
-            with contextlib.suppress(ray.exceptions.RayError, ValueError):  # nobody can say now
-                owner, _, _ = await self._actor().take.remote(self._owner, self.epochs)
 
     def end(self) -> None:
         """Give it up."""
         import ray
 
-        ray.kill(self._actor())
+        if self._lease is not None:
+            ray.kill(self._lease)
 
-    def _actor(self) -> Any:
-        import ray
+    async def _ask(self) -> tuple[str, float] | None:
+        """Take or renew it, if nobody else has it; whose it is now and when that was last said, None if nobody can say."""
+        try:
+            if self._lease is None:
+                self._lease = await asyncio.to_thread(_lease)
+            async with asyncio.timeout(ANSWER_SECONDS):
+                owner, told, epochs = await self._lease.take.remote(self._owner, self.epochs)
+        except TimeoutError:
+            return None
+        except Exception:  # its actor was ended, or Ray itself answers no more
+            self._lease = None
+            return None
+        self.epochs |= {name: max(epoch, self.epochs.get(name, 0)) for name, epoch in epochs.items()}
+        return owner, told
 
-        options = {"name": LEASE, "get_if_exists": True, "lifetime": "detached", "num_cpus": 0, "max_restarts": -1}
-        return ray.remote(Lease).options(**options).remote()
+
+def _lease() -> Any:
+    import ray
+
+    options = {"name": LEASE, "get_if_exists": True, "lifetime": "detached", "num_cpus": 0, "max_restarts": -1}
+    return ray.remote(Lease).options(**options).remote()
 
 
 class Lease:

@@ -116,13 +116,13 @@ class App:
         deadline = self._deadline(request)
         parsed = openai.chat_request(await self._body(request, deadline))
         begin = self._service.begin_chat(parsed, logs.request_id.get(), deadline)
-        return await self._answer(request, await _unless_gone(request, begin, deadline), chat=True)
+        return await self._answer(request, await _unless_gone(request, begin), chat=True)
 
     async def _completion(self, request: Request) -> Response:
         deadline = self._deadline(request)
         parsed = openai.completion_request(await self._body(request, deadline))
         begin = self._service.begin_completion(parsed, logs.request_id.get(), deadline)
-        return await self._answer(request, await _unless_gone(request, begin, deadline), chat=False)
+        return await self._answer(request, await _unless_gone(request, begin), chat=False)
 
     async def _answer(self, request: Request, ticket: Ticket, *, chat: bool) -> Response:
         shape = Shape(id=("chatcmpl-" if chat else "cmpl-") + ticket.id.rpartition("-")[2], model=self._service.model_name,
@@ -252,15 +252,14 @@ class App:
         return _respond(body, error.status_code, {**(error.headers or {}), "x-request-id": _request_id(request)[1]})
 
 
-async def _unless_gone(request: Request, begin: Coroutine[Any, Any, Ticket], deadline: float) -> Ticket:
-    """Begin a request, unless its client leaves or its deadline passes before its prompt is ready."""
+async def _unless_gone(request: Request, begin: Coroutine[Any, Any, Ticket]) -> Ticket:
+    """Begin a request, unless its client leaves before its prompt is ready."""
     beginning, gone = asyncio.create_task(begin), asyncio.create_task(_gone(request))
     try:
-        await asyncio.wait((beginning, gone), timeout=max(0.0, deadline - time.monotonic()),
-                           return_when=asyncio.FIRST_COMPLETED)
-        if beginning.done():
-            return beginning.result()
-        raise CancelledError("the client went away") if gone.done() else DeadlineError("the request's deadline passed")
+        await asyncio.wait((beginning, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not beginning.done():
+            raise CancelledError("the client went away")
+        return beginning.result()
     finally:
         beginning.cancel()
         gone.cancel()

@@ -248,7 +248,7 @@ class Dispatch:
         return [self._submit(number, run, Role.DECODE)]
 
     def broken(self, number: int, error: SlipstreamError) -> list[Action]:
-        """The run cannot go on for a reason of the router's own, such as a picture that did not arrive."""
+        """The run cannot go on for a reason that its legs do not know, such as a picture that did not arrive."""
         run = self._runs.get(number)
         if self.over or run is None:
             return []
@@ -362,15 +362,15 @@ class Dispatch:
             self.resumes += 1
             pause = _pause(first.failures + first.preemptions - 1) * jitter
             actions.append(Resume(run=new, seconds=pause, error=error))
-        return actions
+        return actions + self._end_if_over()
 
     def _cancel(self, number: int, run: _Run, *, everything: bool) -> list[Action]:
-        """Prefill keeps a finished prompt until its destination has spoken, so it is told even after its leg ended. When all
-        went well a running decode leg is on its way to hear that there is nothing to do, and tells prefill itself."""
+        """Prefill keeps a finished prompt until its destination has spoken, so it is told even after its leg ended. When
+        all went well the legs tell each other: prefill that there is nothing to decode, or decode that it has everything."""
         prefill, decode = run.legs[Role.PREFILL], run.legs[Role.DECODE]
         if prefill is Leg.IDLE:
             return []  # nobody has heard of the run
-        if not everything and (decode is Leg.RUNNING or Role.DECODE in run.well):
+        if not everything and (Role.DECODE in run.well or (decode is Leg.RUNNING and Role.PREFILL in run.well)):
             return []
         actions: list[Action] = [CancelLeg(run=number, role=Role.PREFILL, attempt=0)]
         if decode is Leg.RUNNING:

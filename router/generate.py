@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -104,7 +106,7 @@ class _Sink:
     generation: Generation
 
     def on_tokens(self, attempt: int, rows: Sequence[Row]) -> None:
-        self.generation.act(self.generation.dispatch.tokens(self.run, self.role, attempt, rows))
+        self.generation.leg_told(self.run, self.role, attempt, rows)
 
     def on_finished(self, message: worker_pb2.Finished) -> None:
         stats = message.stats
@@ -148,6 +150,8 @@ class Generation:
         self._failed: set[str] = set()  # replicas on which a run of this request has failed
         self._unread: list[Tokens | ChoiceEnd] = []
         self._unread_bytes = 0
+        self._actions = deque[Action]()
+        self._acting = False
         self._end: End | None = None
         self._changed = asyncio.Event()
         self._over = asyncio.Event()
@@ -195,6 +199,15 @@ class Generation:
         for task in self._tasks:
             task.cancel()
 
+    def leg_told(self, run: int, role: Role, attempt: int, rows: Sequence[Row]) -> None:
+        """A worker reports tokens; a report without the logprobs that were asked for is a failure of the worker."""
+        wanted = self.request.sampling.logprobs
+        if wanted is not None and not all(_sound(row, wanted) for row in rows):
+            self._breaks(run, role, ProtocolError(f"a {role.value} replica reported a token without the logprobs that it was "
+                                                  "asked for; update it"))
+        else:
+            self.act(self.dispatch.tokens(run, role, attempt, rows))
+
     def leg_failed(self, run: int, role: Role, attempt: int, error: SlipstreamError) -> None:
         """A worker says so, or was lost."""
         if known := self._runs.get(run):
@@ -202,39 +215,47 @@ class Generation:
         self.act(self.dispatch.failed(run, role, attempt, error, random.uniform(0.5, 1.0)))
 
     def act(self, actions: Sequence[Action]) -> None:
-        """Carry out what the state machine decided."""
-        for action in actions:
-            match action:
-                case Submit():
-                    self._submit(action)
-                case CancelLeg():
-                    self._cancel(action)
-                case RetryDecode():
-                    self._metrics.decode_retries.inc()
-                    run = self._runs[action.run]
-                    run.busy.add(run.pair[Role.DECODE].id)
-                    self._later(action.seconds, partial(self._retry, action.run))
-                case Resume():
-                    self._metrics.resumes.labels(action.error.code).inc()
-                    logger.info("resuming after %d tokens: %s", self.output_tokens, action.error.message,
-                                extra={"request_id": self.request.id})
-                    self._spawn(self._resume(action))
-                case Tokens():
-                    self._take(action)
-                case ChoiceEnd():
-                    self._unread.append(action)
-                    self._changed.set()
-                case End():
-                    self.times.ended = time.monotonic()
-                    self._end = action
-                    self._changed.set()
-                    self._over.set()
+        """Carry out what the state machine decided, in the order of its decisions: an action that leads to others, such as a
+        Submit that nobody takes, has them wait behind those that were decided before."""
+        self._actions.extend(actions)
+        if self._acting:
+            return
+        self._acting = True
+        try:
+            while self._actions:
+                self._carry_out(self._actions.popleft())
+        finally:
+            self._acting = False
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case Submit():
+                self._submit(action)
+            case CancelLeg():
+                self._cancel(action)
+            case RetryDecode():
+                self._metrics.decode_retries.inc()
+                run = self._runs[action.run]
+                run.busy.add(run.pair[Role.DECODE].id)
+                self._later(action.seconds, partial(self._retry, action.run))
+            case Resume():
+                self._metrics.resumes.labels(action.error.code).inc()
+                logger.info("resuming after %d tokens: %s", self.output_tokens, action.error.message,
+                            extra={"request_id": self.request.id})
+                self._spawn(self._resume(action))
+            case Tokens():
+                self._take(action)
+            case ChoiceEnd():
+                self._unread.append(action)
+                self._changed.set()
+            case End():
+                self.times.ended = time.monotonic()
+                self._end = action
+                self._changed.set()
+                self._over.set()
 
     def _take(self, action: Tokens) -> None:
         now, count, wanted = time.monotonic(), len(action.tokens), self.request.sampling.logprobs
-        if wanted is not None and len(action.logprobs) != count:
-            self.give_up(ProtocolError("a replica left out the logprobs that it was asked for; update it"))
-            return
         if self.times.first_token is None:
             self.times.first_token = now
             self._metrics.ttft.observe(now - self.times.arrived)
@@ -285,15 +306,16 @@ class Generation:
             images=[convert.image_to_pb(picture.content_hash, picture.grid) for picture in request.prompt.pictures],
             remaining_ms=max(1, int((request.deadline - time.monotonic()) * 1000)))
         convert.stop_to_pb(request.stop, message)
+        asked = Role.PREFILL
         try:
+            source = self._workers.link(run.pair[asked].id).connected()
             if action.role is Role.DECODE:
-                source = self._workers.link(run.pair[Role.PREFILL].id).info
-                if source is not None:
-                    message.prefill_addresses.extend(source.cache_store_addresses)
-                    message.prefill_epoch = source.epoch
-            self._workers.link(run.pair[action.role].id).submit(message, _Sink(action.run, action.role, self))
+                message.prefill_addresses.extend(source.cache_store_addresses)
+                message.prefill_epoch = source.epoch
+            asked = action.role
+            self._workers.link(run.pair[asked].id).submit(message, _Sink(action.run, asked, self))
         except SlipstreamError as error:
-            self.leg_failed(action.run, action.role, action.attempt, error)
+            self._breaks(action.run, asked, error)
 
     def _cancel(self, action: CancelLeg) -> None:
         run = self._runs[action.run]
@@ -331,8 +353,12 @@ class Generation:
                     seconds = max(0.001, self.request.deadline - time.monotonic())
                     group.create_task(link.put_image(picture, self.request.id, seconds))
         except* SlipstreamError as errors:
-            self._failed.add(self._runs[number].pair[Role.PREFILL].id)
-            self.act(self.dispatch.broken(number, first_of(errors)))
+            self._breaks(number, Role.PREFILL, first_of(errors))
+
+    def _breaks(self, run: int, by: Role, error: SlipstreamError) -> None:
+        """A run cannot go on, and its legs do not know it."""
+        self._failed.add(self._runs[run].pair[by].id)
+        self.act(self.dispatch.broken(run, error))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         async def guarded() -> None:
@@ -348,6 +374,12 @@ class Generation:
 
     def _later(self, seconds: float, what: Callable[[], None]) -> None:
         self._timers.append(asyncio.get_running_loop().call_later(seconds, what))
+
+
+def _sound(row: Row, wanted: int) -> bool:
+    """Whether a token's logprobs are those that were asked for; minus infinity is one."""
+    told = row.logprobs
+    return told is not None and len(told.top) == wanted and not any(map(math.isnan, (told.logprob, *dict(told.top).values())))
 
 
 def first_of(errors: BaseExceptionGroup[SlipstreamError]) -> SlipstreamError:

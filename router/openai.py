@@ -55,22 +55,13 @@ class Options:
     model: str
     stream: bool
     include_usage: bool
-    temperature: float | None
-    top_p: float | None
-    seed: int | None
+    sampling: dict[str, Any]
+    """The fields of SamplingParams that are given."""
     max_tokens: int | None
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
     ignore_eos: bool
     min_tokens: int = 0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    logprobs: int | None = None
-    """Most probable tokens to show with every token; None: show no logprobs."""
     n: int = 1
     """Choices."""
     priority: int = 0
@@ -171,15 +162,22 @@ def _options(fields: Mapping[str, Any], logprobs: int | None) -> Options:
     stream = _bool(fields, "stream")
     return Options(
         model=model, stream=stream, include_usage=_include_usage(fields, stream),
-        temperature=_number(fields, "temperature", 0.0, 2.0), top_p=_number(fields, "top_p", 0.0, 1.0, open_low=True),
-        seed=_integer(fields, "seed", -_MAX_SEED, _MAX_SEED - 1), max_tokens=_max_tokens(fields), stop=_stop(fields),
+        sampling=_sampling(fields, logprobs), max_tokens=_max_tokens(fields), stop=_stop(fields),
         stop_token_ids=_stop_token_ids(fields), ignore_eos=_bool(fields, "ignore_eos"), min_tokens=_min_tokens(fields),
-        top_k=max(0, _integer(fields, "top_k", -1, 1 << 31) or 0), min_p=_number(fields, "min_p", 0.0, 1.0) or 0.0,
-        presence_penalty=_number(fields, "presence_penalty", -2.0, 2.0) or 0.0,
-        frequency_penalty=_number(fields, "frequency_penalty", -2.0, 2.0) or 0.0,
-        repetition_penalty=_number(fields, "repetition_penalty", 0.0, 10.0, open_low=True) or 1.0,
-        logit_bias=_logit_bias(fields), logprobs=logprobs, n=_choices(fields), cache_salt=_cache_salt(fields),
+        n=_choices(fields), cache_salt=_cache_salt(fields),
         priority=_integer(fields, "priority", -MAX_PRIORITY, MAX_PRIORITY) or 0)
+
+
+def _sampling(fields: Mapping[str, Any], logprobs: int | None) -> dict[str, Any]:
+    top_k = _integer(fields, "top_k", -1, 1 << 31)
+    asked = {
+        "temperature": _number(fields, "temperature", 0.0, 2.0), "top_p": _number(fields, "top_p", 0.0, 1.0, open_low=True),
+        "top_k": None if top_k is None else max(0, top_k), "min_p": _number(fields, "min_p", 0.0, 1.0),
+        "presence_penalty": _number(fields, "presence_penalty", -2.0, 2.0),
+        "frequency_penalty": _number(fields, "frequency_penalty", -2.0, 2.0),
+        "repetition_penalty": _number(fields, "repetition_penalty", 0.0, 10.0, open_low=True),
+        "logit_bias": _logit_bias(fields), "logprobs": logprobs, "seed": _integer(fields, "seed", -_MAX_SEED, _MAX_SEED - 1)}
+    return {name: value for name, value in asked.items() if value is not None}
 
 
 def _chat_logprobs(fields: Mapping[str, Any]) -> int | None:

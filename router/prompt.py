@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from slipstream.checkpoint import Checkpoint
 from slipstream.config import RouterConfig
-from slipstream.errors import ContextLengthError, InvalidRequestError
+from slipstream.errors import (
+    CancelledError,
+    ContextLengthError,
+    InvalidRequestError,
+    OverloadedError,
+    RequestTooLargeError,
+)
 from slipstream.positions import check_images, merged_tokens
 from slipstream.text.chat import ChatTemplate
 from slipstream.text.images import Picture, decode, from_data_url
@@ -27,6 +34,47 @@ class Prompt:
     """Of the request body, for what is wrong with it."""
 
 
+class PictureBytes:
+    """What the decoded pictures of all requests take, at most `limit`."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.taken = 0
+        self.lock = threading.Lock()
+
+
+class Share:
+    """One request's part of PictureBytes, from before its first picture is decoded until the request ends."""
+
+    def __init__(self, of: PictureBytes) -> None:
+        self._of = of
+        self._taken = 0
+        self._closed = False
+
+    def take(self, count: int) -> None:
+        """Called on a prompt thread before each picture. Raises OverloadedError where others hold too much,
+        RequestTooLargeError where no wait would help, and CancelledError once nobody waits for the prompt."""
+        of = self._of
+        with of.lock:
+            if self._closed:
+                raise CancelledError("the prompt is no longer wanted")
+            if self._taken + count > of.limit:
+                raise RequestTooLargeError(f"the decoded pictures need more than {of.limit} bytes (router.max_pictures_bytes); "
+                                           "send fewer or smaller ones", field="messages")
+            if of.taken + count > of.limit:
+                raise OverloadedError(f"pictures of other requests hold {of.taken} of {of.limit} bytes (router."
+                                      "max_pictures_bytes); come back later", retry_after_seconds=1.0)
+            self._taken += count
+            of.taken += count
+
+    def close(self) -> None:
+        """Give everything back; what is still being decoded stops at its next picture."""
+        with self._of.lock:
+            self._closed = True
+            self._of.taken -= self._taken
+            self._taken = 0
+
+
 class PromptBuilder:
     """Everything that a checkpoint says of its input side."""
 
@@ -37,8 +85,9 @@ class PromptBuilder:
         self._template = ChatTemplate(checkpoint.path, self.tokenizer.quote)
         self._config = config
 
-    def chat(self, messages: Sequence[dict[str, Any]]) -> Prompt:
-        """`messages` as the OpenAI API has them, checked for form already. Raises InvalidRequestError."""
+    def chat(self, messages: Sequence[dict[str, Any]], take: Callable[[int], None]) -> Prompt:
+        """`messages` as the OpenAI API has them, checked for form already; `take` hears of each picture's bytes before it is
+        decoded. Raises InvalidRequestError, and what `take` raises."""
         urls: list[tuple[str, str]] = []
         plain = [self._plain(message, number, urls) for number, message in enumerate(messages)]
         if urls and self.checkpoint.image is None:
@@ -50,7 +99,7 @@ class PromptBuilder:
         for url, field in urls:
             assert self.checkpoint.image is not None
             pictures.append(decode(from_data_url(url, field), self.checkpoint.image,
-                                   max_pixels=self._config.max_image_pixels, field=field))
+                                   max_pixels=self._config.max_image_pixels, field=field, take=take))
         return self._finish(tokens, pictures, "messages")
 
     def text(self, text: str) -> Prompt:

@@ -79,7 +79,7 @@ class Reader:
 
     def logprobs(self, entries: Sequence[Entry], *, chat: bool) -> dict[str, Any] | None:
         """As the client sees them; None if it does not want any."""
-        if self.ticket.options.logprobs is None:
+        if self.ticket.generation.request.sampling.logprobs is None:
             return None
         return (logprobs.chat if chat else logprobs.text)(self._service.builder.tokenizer, entries)
 

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from router.generate import Bounds, GenerateRequest, Generation, Times
 from router.inspect import inspect
 from router.limits import Limits
 from router.openai import ChatRequest, CompletionRequest, Options
-from router.prompt import Prompt, PromptBuilder
+from router.prompt import PictureBytes, Prompt, PromptBuilder, Share
 from router.record import record
 from router.stream import TextStream
 from router.workers import WorkerLink, Workers
@@ -33,7 +33,7 @@ from slipstream.errors import DeadlineError, InvalidRequestError, ModelNotFoundE
 from slipstream.observability.metrics import RouterMetrics
 from slipstream.observability.record import Recorder
 from slipstream.rpc import convert
-from slipstream.types import Role, SamplingParams, StopParams
+from slipstream.types import Role, StopParams
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +54,7 @@ class Ticket:
     texts: tuple[TextStream, ...]
     """By choice."""
     prompt_tokens: int
+    share: Share
 
 
 class RouterService:
@@ -69,6 +70,7 @@ class RouterService:
         self.builder = PromptBuilder(self.checkpoint, config.router)
         self.metrics = RouterMetrics(CollectorRegistry())
         self.limits = Limits(config.router.max_in_flight)
+        self._pictures = PictureBytes(config.router.max_pictures_bytes)
         self._recorder = (Recorder(Path(config.debug.record_dir), "router", config.debug.record_bytes)
                           if config.debug.record_dir else None)
         self.draining = False
@@ -121,23 +123,25 @@ class RouterService:
 
     async def begin_chat(self, request: ChatRequest, name: str, deadline: float) -> Ticket:
         """Raises the SlipstreamError that refuses the request."""
-        return await self._begin(request.options, lambda: self.builder.chat(request.messages), name, deadline)
+        return await self._begin(request.options, lambda take: self.builder.chat(request.messages, take), name, deadline)
 
     async def begin_completion(self, request: CompletionRequest, name: str, deadline: float) -> Ticket:
         """Raises the SlipstreamError that refuses the request."""
         prompt = request.prompt
         return await self._begin(
-            request.options, lambda: self.builder.text(prompt) if isinstance(prompt, str) else self.builder.ids(prompt),
+            request.options, lambda take: self.builder.text(prompt) if isinstance(prompt, str) else self.builder.ids(prompt),
             name, deadline)
 
     def end(self, ticket: Ticket) -> None:
         """The reader is done with it, however it ended. Call exactly once."""
         ticket.generation.close()
+        ticket.share.close()
         self._running.discard(ticket.generation)
         self._leave()
         self._account(ticket.generation)
 
-    async def _begin(self, options: Options, build: Callable[[], Prompt], name: str, deadline: float) -> Ticket:
+    async def _begin(self, options: Options, build: Callable[[Callable[[int], None]], Prompt], name: str,
+                     deadline: float) -> Ticket:
         arrived = time.monotonic()
         if options.model != self.model_name:
             raise ModelNotFoundError(f"the model that was asked for is not served here; this router serves {self.model_name}",
@@ -148,13 +152,15 @@ class RouterService:
         self._idle.clear()
         self.metrics.in_flight.set(self.limits.in_flight)
         generation: Generation | None = None
+        share = Share(self._pictures)
         try:
             async with asyncio.timeout(max(0.0, deadline - arrived)):
-                prompt = await self._build(build)
+                prompt = await self._build(partial(build, share.take))
             generation = self._generation(options, prompt, name, arrived, deadline)
             self._running.add(generation)
             generation.start()
         except BaseException as error:
+            share.close()
             if generation is not None:
                 self._running.discard(generation)
                 generation.close()
@@ -167,10 +173,12 @@ class RouterService:
         self.metrics.prompt_tokens.inc(len(prompt.tokens))
         hidden = generation.request.stop.stop_token_ids
         texts = tuple(TextStream(self.builder.tokenizer, options.stop, hidden, options.min_tokens) for _ in range(options.n))
-        return Ticket(id=name, options=options, generation=generation, prompt_tokens=len(prompt.tokens), texts=texts)
+        return Ticket(id=name, options=options, generation=generation, prompt_tokens=len(prompt.tokens), texts=texts,
+                      share=share)
 
     async def _build(self, build: Callable[[], Prompt]) -> Prompt:
-        """On a thread, in turn. Whoever gives up before its turn leaves nothing behind; who does later keeps its thread."""
+        """On a thread, in turn. Whoever gives up before its turn leaves nothing behind; who does later keeps its thread for the
+        picture that is being decoded."""
         loop = asyncio.get_running_loop()
         await self._thread_free.acquire()
         try:
@@ -188,9 +196,8 @@ class RouterService:
 
     def _generation(self, options: Options, prompt: Prompt, name: str, arrived: float, deadline: float) -> Generation:
         eos = frozenset() if options.ignore_eos else self.checkpoint.eos_token_ids
-        temperature, top_p = options.temperature, options.top_p
-        seed = options.seed if options.seed is not None else secrets.randbits(_SEED_BITS)
-        if unknown := [token for token, _ in options.logit_bias if token >= self.checkpoint.vocab_size]:
+        sampling = replace(self.checkpoint.sampling, **{"seed": secrets.randbits(_SEED_BITS), **options.sampling})
+        if unknown := [token for token, _ in sampling.logit_bias if token >= self.checkpoint.vocab_size]:
             raise InvalidRequestError(f"logit_bias names token {unknown[0]}; the vocabulary has {self.checkpoint.vocab_size}",
                                       field="logit_bias")
         max_tokens = self.builder.max_tokens(prompt, options.max_tokens, self.max_context)
@@ -199,12 +206,7 @@ class RouterService:
                                       field="min_tokens")
         request = GenerateRequest(
             id=name, prompt=prompt, deadline=deadline, choices=options.n, priority=options.priority,
-            cache_salt=options.cache_salt,
-            sampling=SamplingParams(temperature=self.checkpoint.default_temperature if temperature is None else temperature,
-                                    top_p=self.checkpoint.default_top_p if top_p is None else top_p, seed=seed,
-                                    top_k=options.top_k, min_p=options.min_p, presence_penalty=options.presence_penalty,
-                                    frequency_penalty=options.frequency_penalty, logprobs=options.logprobs,
-                                    repetition_penalty=options.repetition_penalty, logit_bias=options.logit_bias),
+            cache_salt=options.cache_salt, sampling=sampling,
             stop=StopParams(max_tokens=max_tokens, min_tokens=options.min_tokens,
                             stop_token_ids=eos | frozenset(options.stop_token_ids)))
         limits = self.config.router

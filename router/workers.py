@@ -108,10 +108,15 @@ class WorkerLink:
                        draining=self.draining, waiting=load.waiting, running=load.running, free_blocks=load.free_blocks,
                        in_flight=len(self._sinks))
 
-    def submit(self, message: worker_pb2.Submit, sink: LegSink) -> None:
-        """Send a request; its answers go to `sink` until it ends. Raises UnavailableError without a Session."""
+    def connected(self) -> worker_pb2.WorkerInfo:
+        """What it says of itself. Raises UnavailableError without a Session."""
         if self.info is None:
             raise UnavailableError(f"the worker at {self.address} is not connected", retry_after_seconds=1.0)
+        return self.info
+
+    def submit(self, message: worker_pb2.Submit, sink: LegSink) -> None:
+        """Send a request; its answers go to `sink` until it ends. Raises UnavailableError without a Session."""
+        self.connected()
         self._sinks[message.handle] = _Waiting(sink=sink, attempt=message.attempt)
         self._outgoing.put_nowait(worker_pb2.RouterMessage(submit=message))
 
@@ -203,7 +208,7 @@ class WorkerLink:
 
     def _on_step(self, step: worker_pb2.StepReport) -> None:
         for key, rows in _by_leg(step).items():
-            if waiting := self._sinks.get(key[0]):
+            if (waiting := self._sinks.get(key[0])) and waiting.attempt == key[1]:
                 self._tell(key[0], waiting, partial(waiting.sink.on_tokens, key[1], rows))
         for finished in step.finished:
             if waiting := self._pop(finished.handle, finished.attempt):
@@ -239,7 +244,7 @@ class WorkerLink:
 def _by_leg(step: worker_pb2.StepReport) -> dict[tuple[int, int], list[Row]]:
     """The rows of a report by (handle, attempt). Raises ValueError for columns of different lengths.
 
-    Logprobs that cannot be read are left out: their request ends for want of them.
+    Logprobs that cannot be read are left out: their run fails for want of them.
     """
     told: dict[int, Logprobs] = {}
     for one in step.logprobs:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import CheckpointError
-from slipstream.types import AttentionLayer, LayerSpec, LinearLayer
+from slipstream.types import AttentionLayer, LayerSpec, LinearLayer, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +77,8 @@ class Checkpoint:
     attention_bias: bool
     max_context: int
     eos_token_ids: frozenset[int]
-    default_temperature: float
-    """generation_config.json: 0 where it says that tokens are not sampled."""
-    default_top_p: float
+    sampling: SamplingParams
+    """generation_config.json: how tokens are drawn for a request that does not say; temperature 0 with `do_sample: false`."""
     vision: VisionConfig | None
     image: ImageConfig | None
     image_token_id: int | None
@@ -141,8 +140,7 @@ def _parse(path: Path, config: dict[str, Any]) -> Checkpoint:
         attention_bias=bool(text.get("attention_bias", False)),
         max_context=int(text.get("max_position_embeddings", 32768)),
         eos_token_ids=eos_ids,
-        default_temperature=float(generation.get("temperature", 1.0)) if generation.get("do_sample", True) else 0.0,
-        default_top_p=float(generation.get("top_p", 1.0)) if generation.get("do_sample", True) else 1.0,
+        sampling=_sampling(path / "generation_config.json", generation),
         vision=vision,
         image=_image(path, vision),
         image_token_id=config.get("image_token_id") if vision else None,
@@ -150,6 +148,21 @@ def _parse(path: Path, config: dict[str, Any]) -> Checkpoint:
         vision_start_token_id=config.get("vision_start_token_id") if vision else None,
         vision_end_token_id=config.get("vision_end_token_id") if vision else None,
     )
+
+
+_SAMPLING = {"temperature": (0.0, 2.0), "top_p": (1e-6, 1.0), "top_k": (-1, 1 << 31), "min_p": (0.0, 1.0),
+             "repetition_penalty": (1e-6, 10.0)}
+
+
+def _sampling(file: Path, generation: dict[str, Any]) -> SamplingParams:
+    said = {name: generation[name] for name in _SAMPLING if generation.get(name) is not None}
+    found: dict[str, Any] = {"temperature": 1.0, **said}
+    for name, value in found.items():
+        low, high = _SAMPLING[name]
+        if type(value) not in (int, float) or not low <= value <= high:
+            raise CheckpointError(f"{file}: {name} is {value!r}; it must be a number from {low:g} to {high:g}")
+    found["top_k"] = max(0, int(found.get("top_k", 0)))
+    return SamplingParams(**found | ({} if generation.get("do_sample", True) else {"temperature": 0.0}))
 
 
 def _refuse_unsupported(path: Path, config: dict[str, Any], text: dict[str, Any]) -> None:

@@ -24,7 +24,8 @@ class ModelConfig:
 
     path: str = "demo"
     """A checkpoint folder, a hub id (`Qwen/Qwen3-0.6B`) whose files lie in the local hub cache, or `demo` for the checkpoint
-    that ships inside the product."""
+    that ships inside the product. Its generation_config.json gives the `temperature`, `top_p`, `top_k`, `min_p` and
+    `repetition_penalty` of requests that leave them out."""
     served_name: str = ""
     """The name that clients use; empty: the folder's name."""
     dtype: str = "auto"
@@ -123,6 +124,8 @@ class RouterConfig:
     """Per request."""
     max_image_pixels: int = 64_000_000
     """Per image, read from its header before anything is decoded."""
+    max_pictures_bytes: int = 1 << 30
+    """Decoded pictures that all requests of a router may hold together; a request with pictures beyond it gets 429."""
     max_in_flight: int = 512
     """Requests that this router has admitted and not ended; the next one gets 429."""
     request_timeout_seconds: float = 600.0
@@ -156,6 +159,9 @@ class RayConfig:
     """Longest wait for every process to be ready."""
     unresponsive_seconds: float = 20.0
     """A process that answers no probe for so long is killed and started again."""
+    metrics_listen: str = "auto"
+    """`host:port` where the supervisor answers GET /metrics; "auto": any free port, on loopback or, in a joined cluster, at
+    this node's address; empty: nowhere."""
     log_dir: str = ""
     """Folder of the processes' logs; empty: one in the system's temporary folder, removed after a clean end."""
 
@@ -316,6 +322,13 @@ def _check(config: Config) -> None:
         if name == "router" or not re.fullmatch(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", name):
             raise ConfigError(f"pools.{name}: a pool's name is made of a-z, 0-9 and inner dashes, and is not `router`; "
                               "its replicas are called NAME-0, NAME-1 and so on", field="pools")
+    ray = config.ray
+    if not re.fullmatch(r"[A-Za-z0-9_.-]+", ray.deployment):
+        raise ConfigError(f"ray.deployment is made of letters, digits, dots, dashes and underscores, not {ray.deployment!r}",
+                          field="ray.deployment")
+    if ray.unresponsive_seconds <= 0:
+        raise ConfigError(f"ray.unresponsive_seconds must be above 0, not {ray.unresponsive_seconds:g}",
+                          field="ray.unresponsive_seconds")
     engine = config.engine
     positive = {
         "engine.block_size": engine.block_size, "engine.kv_cache_tokens": engine.kv_cache_tokens,

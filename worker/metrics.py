@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 
-from slipstream.errors import ConfigError
 from slipstream.observability.metrics import CONTENT_TYPE
 from slipstream.observability.worker_metrics import WorkerMetrics
-from slipstream.rpc.server import join_address, split_address
+from slipstream.rpc.server import bound, join_address, split_address
 from slipstream.v1 import worker_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -53,15 +51,9 @@ class MetricsServer:
 
     async def listen(self, address: str) -> str:
         """Bind (port 0: any free one); the address with its port. Raises ConfigError naming the address when it is taken."""
-        host, port = split_address(address)
-        try:
-            family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            listener = socket.create_server(where[:2], family=family)
-        except OSError as error:
-            raise ConfigError(f"cannot serve metrics on {address}: {error.strerror}; choose another --metrics-listen, port 0 "
-                              "for any free one, or an empty one for no metrics") from error
+        listener = bound(address, "--metrics-listen")
         self._server = await asyncio.start_server(self._answer, sock=listener, limit=MAX_HEAD_BYTES)
-        return join_address(host, listener.getsockname()[1])
+        return join_address(split_address(address)[0], listener.getsockname()[1])
 
     def close(self) -> None:
         """Listen no more."""

@@ -15,7 +15,7 @@ from cache_transfer.memory import tune_allocator
 from cache_transfer.store import CacheStore
 from slipstream import process
 from slipstream.errors import ConfigError, SlipstreamError
-from slipstream.rpc.server import join_address, listen, new_server, split_address
+from slipstream.rpc.server import bound, join_address, listen, new_server, split_address
 from slipstream.types import Role
 from worker import ranks
 from worker.follower import FollowingReplica
@@ -50,10 +50,12 @@ def main(role: Role, mount: Mount, arguments: Sequence[str] | None = None) -> in
     parsed = parser.parse_args(arguments)
     try:
         config = process.start(parsed, parsed.replica_id)
-        metrics_target(parsed.listen, parsed.metrics_listen)
         advertised(parsed.listen, parsed.advertise)  # a mistake here must not cost a minute of loading first
         place = ranks.place(config, role, pool=parsed.pool, rank=parsed.rank, world=parsed.world, master=parsed.master,
                             epoch=parsed.epoch)
+        bound(parsed.listen, "--listen").close()
+        if target := metrics_target(parsed.listen, parsed.metrics_listen):
+            bound(target, "--metrics-listen").close()
         tune_allocator()
         if place is not None and place.shard.rank > 0:
             return asyncio.run(_follow(parsed, FollowingReplica(config, role, place)))

@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
@@ -20,6 +20,7 @@ from slipstream.engine.engine import Engine
 from slipstream.errors import InternalError, InvalidRequestError, SlipstreamError
 from slipstream.observability.worker_metrics import WorkerMetrics
 from slipstream.rpc import convert
+from slipstream.rpc.server import messages
 from slipstream.types import EngineCounters, EngineLoad, Role
 from slipstream.v1 import worker_pb2 as pb
 from slipstream.v1 import worker_pb2_grpc
@@ -208,12 +209,18 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         writer = asyncio.create_task(_write(session, context))
         try:
             await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:  # the stream is gone; otherwise a write that has begun must end before the stream can
+            writer.cancel()
+            raise
         finally:
             self._sessions.discard(session)
             session.close()
-            for task in (reader, writer):
-                task.cancel()
-            await asyncio.gather(reader, writer, return_exceptions=True)
+            session.end()
+            reader.cancel()
+            fault, _ = await asyncio.gather(reader, writer, return_exceptions=True)
+        if isinstance(fault, InvalidRequestError):
+            logger.warning("a router's session ends: %s", fault)
+            await _abort(context, fault)
 
     async def PutImage(self, request_iterator: AsyncIterator[pb.ImageChunk], context: Any  # noqa: N802 (gRPC's name)
                        ) -> pb.PutImageReply:
@@ -222,10 +229,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             if self._put_image is None:
                 raise InvalidRequestError(f"{self._identity.replica_id} takes no images: it decodes, or its model is text-only",
                                           field="images")
-            return pb.PutImageReply(already_present=await self._put_image(request_iterator))
+            return pb.PutImageReply(already_present=await self._put_image(messages(request_iterator)))
         except SlipstreamError as error:
-            await context.abort(grpc.StatusCode[error.grpc_status], error.message)
-            raise
+            return await _abort(context, error)
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainReply:  # noqa: N802 (gRPC's name)
         """Stop admitting and wait; the process goes on until it is told to stop."""
@@ -236,8 +242,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         try:
             return await self._replica.call(_inspect)
         except SlipstreamError as error:
-            await context.abort(grpc.StatusCode[error.grpc_status], error.message)
-            raise
+            return await _abort(context, error)
 
     async def log_insides(self, asked: asyncio.Event) -> None:
         """Whenever it is `asked`, write what `Inspect` tells to the log: that needs neither a router nor a client."""
@@ -266,9 +271,15 @@ def _inspect(engine: Engine) -> pb.InspectReply:
     return reply
 
 
-async def _read(session: Session, messages: AsyncIterator[pb.RouterMessage]) -> None:
-    async for message in messages:
+async def _abort(context: Any, error: SlipstreamError) -> NoReturn:
+    await context.abort(grpc.StatusCode[error.grpc_status], error.message)
+    raise error
+
+
+async def _read(session: Session, requests: AsyncIterator[pb.RouterMessage]) -> None:
+    async for message in messages(requests):
         session.receive(message)
+        await session.room()
 
 
 async def _write(session: Session, context: WriteContext) -> None:

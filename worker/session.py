@@ -1,7 +1,7 @@
 """One router's stream: Submits and Cancels in, one StepReport per engine step out. Knows no role and no engine.
 
 A (handle, attempt) gets exactly one end: Finished or Failed. What it wrote is merged while the stream is slow, so that unsent
-output is bounded by the tokens of the running requests.
+output is bounded by the tokens of the running requests and `MAX_UNREAD` ends.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 REMEMBERED = 4096
 """Ended or cancelled (handle, attempt) pairs that a session keeps in mind."""
+MAX_UNREAD = 4096
+"""Ends of legs that a router may leave unread; no more of it is read before it reads them."""
 
 Key = tuple[int, int]
 
@@ -38,9 +40,16 @@ class Session:
         self._past: OrderedDict[Key, bool] = OrderedDict()  # True: cancelled before it came
         self._report = pb.StepReport()
         self._something = asyncio.Event()
+        self._read = asyncio.Event()
         self._ending = False
 
     # In ----------------------------------------------------------------------------------------------------------------
+
+    async def room(self) -> None:
+        """Wait while too much is unread: what a router sends must not pile up here as answers that it never fetches."""
+        while len(self._report.failed) + len(self._report.finished) >= MAX_UNREAD:
+            self._read.clear()
+            await self._read.wait()
 
     def receive(self, message: pb.RouterMessage) -> None:
         """Carry out one message. Never raises: a bad message fails its own request."""
@@ -132,6 +141,7 @@ class Session:
         await self._something.wait()
         self._something.clear()
         report, self._report = self._report, pb.StepReport()
+        self._read.set()
         if report.handle or report.finished or report.failed:
             report.load.CopyFrom(self._load())
             if self._ending:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from slipstream.observability.guard import guarded
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -16,29 +18,31 @@ class RouterMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
-        self.requests = Counter("slipstream_router_requests", "Requests by route template and HTTP status; of a stream, of "
+        counter, histogram = guarded(Counter("slipstream_router_metric_faults", "Values that could not be recorded; the log "
+                                             "says which.", registry=registry))
+        self.requests = counter("slipstream_router_requests", "Requests by route template and HTTP status; of a stream, of "
                                 "its end.", ("route", "code"), registry=registry)
         self.in_flight = Gauge("slipstream_router_in_flight", "Requests admitted and not ended.", registry=registry)
         self.replicas = Gauge("slipstream_router_replicas", "Connected replicas by role.", ("role",), registry=registry)
-        self.ttft = Histogram("slipstream_router_ttft_seconds", "Arrival of the request to its first token.", buckets=_SLOW,
+        self.ttft = histogram("slipstream_router_ttft_seconds", "Arrival of the request to its first token.", buckets=_SLOW,
                               registry=registry)
-        self.itl = Histogram("slipstream_router_itl_seconds", "Time between the arrivals of a request's tokens.", buckets=_FAST,
+        self.itl = histogram("slipstream_router_itl_seconds", "Time between the arrivals of a request's tokens.", buckets=_FAST,
                              registry=registry)
-        self.e2e = Histogram("slipstream_router_e2e_seconds", "Arrival of the request to its end, if it ended well.",
+        self.e2e = histogram("slipstream_router_e2e_seconds", "Arrival of the request to its end, if it ended well.",
                              buckets=_SLOW, registry=registry)
-        self.transfer = Histogram("slipstream_router_transfer_seconds", "Begin to commit of a prompt's transfer.",
+        self.transfer = histogram("slipstream_router_transfer_seconds", "Begin to commit of a prompt's transfer.",
                                   buckets=_SLOW, registry=registry)
-        self.prompt_tokens = Counter("slipstream_router_prompt_tokens", "Tokens of prompts that were admitted.",
+        self.prompt_tokens = counter("slipstream_router_prompt_tokens", "Tokens of prompts that were admitted.",
                                      registry=registry)
-        self.output_tokens = Counter("slipstream_router_output_tokens", "Tokens received from workers.", registry=registry)
-        self.transfer_bytes = Counter("slipstream_router_transfer_bytes", "Payload that travelled from prefill to decode.",
+        self.output_tokens = counter("slipstream_router_output_tokens", "Tokens received from workers.", registry=registry)
+        self.transfer_bytes = counter("slipstream_router_transfer_bytes", "Payload that travelled from prefill to decode.",
                                       ("kind",), registry=registry)
-        self.errors = Counter("slipstream_router_errors", "Requests that failed, by error code.", ("code",), registry=registry)
-        self.resumes = Counter("slipstream_router_resumes", "Runs that were begun because another one failed, by error code.",
+        self.errors = counter("slipstream_router_errors", "Requests that failed, by error code.", ("code",), registry=registry)
+        self.resumes = counter("slipstream_router_resumes", "Runs that were begun because another one failed, by error code.",
                                ("code",), registry=registry)
-        self.cached_tokens = Counter("slipstream_router_cached_tokens", "Prompt tokens that prefill had cached.",
+        self.cached_tokens = counter("slipstream_router_cached_tokens", "Prompt tokens that prefill had cached.",
                                      registry=registry)
-        self.decode_retries = Counter("slipstream_router_decode_retries", "Decode attempts beyond the first.",
+        self.decode_retries = counter("slipstream_router_decode_retries", "Decode attempts beyond the first.",
                                       registry=registry)
 
     def exposition(self) -> bytes:

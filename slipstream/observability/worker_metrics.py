@@ -5,14 +5,12 @@ Labels are bounded: `role` is on every series, `kind` is kv or state, `code` an 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
 
+from slipstream.observability.guard import guarded
 from slipstream.types import EngineCounters, EngineLoad, Role
-
-logger = logging.getLogger(__name__)
 
 PREFIX = "slipstream_worker_"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -31,12 +29,14 @@ class WorkerMetrics:
         self._load = load
         self._before = EngineCounters()
         ProcessCollector(registry=registry)
-        self._faults = self._counter("metric_faults", "Values that could not be recorded; the log says which.")
-        self._legs = Counter(f"{PREFIX}requests", "Legs of requests that ended here, refused ones included: ok, or the code of "
-                             "the error.", ("role", "code"), registry=registry)
+        faults = Counter(f"{PREFIX}metric_faults", "Values that could not be recorded; the log says which.", ("role",),
+                         registry=registry)
+        self._count, self._distribution = guarded(faults.labels(self._role))
+        self._legs = self._count(f"{PREFIX}requests", "Legs of requests that ended here, refused ones included: ok, or the "
+                                 "code of the error.", ("role", "code"), registry=registry)
         self._legs.labels(self._role, OK)
-        self._bytes = Counter(f"{PREFIX}transfer_bytes", "Payload that landed here, of transfers that were committed.",
-                              ("role", "kind"), registry=registry)
+        self._bytes = self._count(f"{PREFIX}transfer_bytes", "Payload that landed here, of transfers that were committed.",
+                                  ("role", "kind"), registry=registry)
         for kind in ("kv", "state"):
             self._bytes.labels(self._role, kind)
         self._queue = self._histogram("queue_seconds", "Submit of a prompt to its first chunk's start; prefill only.")
@@ -82,7 +82,7 @@ class WorkerMetrics:
 
     def leg_ended(self, code: str, *, queue_seconds: float = 0.0, compute_seconds: float = 0.0) -> None:
         """Count one leg, as it was told to the router. 0 seconds of computing: it did not get that far."""
-        self._add(self._legs.labels(self._role, code), 1, "requests")
+        self._legs.labels(self._role, code).inc()
         if compute_seconds > 0:
             is_prefill = self._role == Role.PREFILL.value
             (self._prefill if is_prefill else self._decode).observe(compute_seconds)
@@ -93,28 +93,21 @@ class WorkerMetrics:
         """Count one transfer that came whole."""
         self._transfer.observe(seconds)
         for kind, count in (("kv", kv_bytes), ("state", state_bytes)):
-            self._add(self._bytes.labels(self._role, kind), count, "transfer_bytes")
+            self._bytes.labels(self._role, kind).inc(count)
 
     def engine_did(self, counters: EngineCounters) -> None:
         """Add what the engine has done since the last call."""
         before, self._before = self._before, counters
         for name, counter in self._counters.items():
-            self._add(counter, getattr(counters, name) - getattr(before, name), name)
-
-    def _add(self, counter: Counter, amount: float, name: str) -> None:
-        if amount >= 0:
-            counter.inc(amount)
-        else:  # or not a number
-            logger.error("the counter %s cannot grow by %s; that is a bug, and was not counted", name, amount)
-            self._faults.inc()
+            counter.inc(getattr(counters, name) - getattr(before, name))
 
     # Declaring --------------------------------------------------------------------------------------------------------------
 
     def _counter(self, name: str, text: str) -> Counter:
-        return Counter(PREFIX + name, text, ("role",), registry=self.registry).labels(self._role)
+        return self._count(PREFIX + name, text, ("role",), registry=self.registry).labels(self._role)
 
     def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(PREFIX + name, text, ("role",), buckets=_SECONDS, registry=self.registry).labels(self._role)
+        return self._distribution(PREFIX + name, text, ("role",), buckets=_SECONDS, registry=self.registry).labels(self._role)
 
     def _gauge(self, name: str, text: str, value: Callable[[EngineLoad], int]) -> None:
         gauge = Gauge(PREFIX + name, text, ("role",), registry=self.registry).labels(self._role)

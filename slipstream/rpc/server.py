@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import socket
+from collections.abc import AsyncIterator
+from typing import TypeVar
+
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, InvalidRequestError
 from slipstream.rpc.channel import KEEPALIVE_SECONDS, OPTIONS
+
+M = TypeVar("M")
+
+
+async def messages(requests: AsyncIterator[M]) -> AsyncIterator[M]:
+    """The messages of a request stream. Raises InvalidRequestError for bytes that are none."""
+    try:
+        async for message in requests:
+            yield message
+    except DecodeError as error:
+        raise InvalidRequestError(f"bytes that are no message: {error}") from error
 
 
 def new_server() -> grpc.aio.Server:
@@ -30,6 +46,17 @@ def split_address(address: str) -> tuple[str, int]:
 def join_address(host: str, port: int) -> str:
     """The inverse of `split_address`."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def bound(address: str, flag: str) -> socket.socket:
+    """A listening socket (port 0: any free one). Raises ConfigError naming `flag` for an address that is taken or not ours."""
+    host, port = split_address(address)
+    try:
+        family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(where[:2], family=family)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {address}: {error.strerror}; choose another {flag}, or port 0 for any free "
+                          "one") from error
 
 
 async def listen(server: grpc.aio.Server, address: str) -> str:

@@ -13,6 +13,7 @@ import math
 import struct
 import warnings
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,8 +73,10 @@ def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixe
     return high, wide
 
 
-def decode(data: bytes, config: ImageConfig, *, max_pixels: int, field: str) -> Picture:
-    """Decode and resize. `max_pixels`: of the picture as it was sent.
+def decode(data: bytes, config: ImageConfig, *, max_pixels: int, field: str,
+           take: Callable[[int], None] = lambda size: None) -> Picture:
+    """Decode and resize. `max_pixels`: of the picture as it was sent. `take` hears the bytes that the resized pixels will need
+    before anything is decoded, and may raise.
 
     Raises InvalidRequestError for what is no picture, is damaged, too small, too large, or longer than 200 times its width.
     """
@@ -88,6 +91,8 @@ def decode(data: bytes, config: ImageConfig, *, max_pixels: int, field: str) -> 
         raise InvalidRequestError(f"not a picture that can be read; send one of {', '.join(_FORMATS)}", field=field) from error
     width, height = image.size
     _check_size(height, width, max_pixels, field)
+    high, wide = smart_resize(height, width, config.factor, config.min_pixels, config.max_pixels)
+    take(3 * high * wide)
     try:
         rgb = _rgb(ImageOps.exif_transpose(image))
     except (*_DAMAGE, Image.DecompressionBombError) as error:

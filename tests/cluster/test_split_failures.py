@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 
 import grpc.aio
 import pytest
@@ -116,22 +119,36 @@ async def test_cancel_while_a_picture_is_awaited(both: Pair) -> None:
     assert (await leg.failed(1)).code == pb.ERROR_CODE_CANCELLED
 
 
-async def test_a_storm_of_cancels_leaves_nothing(both: Pair, answers: dict[str, list[int]]) -> None:
-    async def one(number: int) -> None:
-        to_prefill, to_decode = await both.submits(LONG if number % 2 else SHORT)
-        leg, other = await both.prefill.submit(to_prefill), await both.decode.submit(to_decode)
-        if number % 4 == 1:
-            await other.token(1 + number % 3)
-        elif number % 4 == 3:
-            await leg.token(0)
-        await both.prefill.cancel(to_prefill.handle)
-        await both.decode.cancel(to_decode.handle)
-        await asyncio.wait_for(leg.over.wait(), 10)
-        await asyncio.wait_for(other.over.wait(), 10)
+async def test_two_hundred_requests_that_are_left_at_any_moment(both: Pair, answers: dict[str, list[int]]) -> None:
+    """Either leg first, before, at and after the end of prefill, in the hand-off and in decoding (KV-01, KV-03)."""
+    rng = random.Random(11)
+    room, began = asyncio.Semaphore(12), time.monotonic()
+    await both.ask(replace(SHORT, fresh=True))
+    alone = time.monotonic() - began
+    seen: Counter[str] = Counter()
 
-    await asyncio.gather(*(one(number) for number in range(24)))
-    await both.until_empty()
+    async def one() -> None:
+        async with room:
+            prompt = replace(rng.choice((SHORT, LONG)), fresh=rng.random() < 0.7)
+            to_prefill, to_decode = await both.submits(prompt)
+            leg, other = await both.prefill.submit(to_prefill), await both.decode.submit(to_decode)
+            moment = rng.choice(("any", "any", "first token", "decoding"))
+            if moment == "any":
+                await asyncio.sleep(rng.random() * alone * 2)
+            else:
+                await (leg.token(0) if moment == "first token" else other.token(rng.randrange(1, 4)))
+            for side in rng.sample((both.prefill, both.decode), 2):
+                await side.cancel(to_prefill.handle)
+                await asyncio.sleep(rng.choice((0.0, 0.05)))
+            await asyncio.wait_for(asyncio.gather(leg.over.wait(), other.over.wait()), 5)
+            for end in (leg.end, other.end):
+                seen["ok" if isinstance(end, pb.Finished) else pb.ErrorCode.Name(end.code)] += 1
+
+    await asyncio.gather(*(one() for _ in range(200)))
+    await both.until_empty(5)
     assert (await both.ask(SHORT)).tokens == answers["short"]
+    assert seen["ERROR_CODE_CANCELLED"] > 100 < seen["ok"] + 100, seen
+    assert not seen.keys() - {"ok", *(f"ERROR_CODE_{name}" for name in ("CANCELLED", "UNAVAILABLE", "LEASE_EXPIRED"))}, seen
 
 
 # Sessions, deadlines, leases ------------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -31,15 +33,20 @@ def make(model: LanguageModel) -> Engine:
     return Engine(model, CHECKPOINT, EngineConfig(kv_cache_tokens=16384, max_running=32, max_batch_tokens=512))
 
 
+@cache
+def texts() -> list[Sequence[int]]:
+    return [one.tokens for one in Samples(CHECKPOINT).all() if not one.pixels]
+
+
 def asked(name: str, number: int) -> GenerationRequest:
-    prompts = [one for one in Samples(CHECKPOINT).all() if not one.pixels]
+    prompts = texts()
     sampling = SamplingParams(temperature=0.9, seed=number, top_k=50, top_p=0.95, min_p=0.01, repetition_penalty=1.2,
                               presence_penalty=0.3, frequency_penalty=0.2, logit_bias=((5, 1.0),))
-    base = request(name, prompts[number % len(prompts)].tokens, 16, ignore_eos=True)
+    base = request(name, prompts[number % len(prompts)], 10, ignore_eos=True)
     return replace(base, sampling=sampling)
 
 
-def test_the_same_seed_gives_the_same_tokens_in_batches_of_1_8_and_32(model: LanguageModel) -> None:
+def test_the_same_seed_gives_the_same_tokens_in_batches_of_1_8_and_32_and_across_a_resume(model: LanguageModel) -> None:
     found = []
     for size in (1, 8, 32):
         tokens: dict[str, list[int]] = {}
@@ -51,6 +58,21 @@ def test_the_same_seed_gives_the_same_tokens_in_batches_of_1_8_and_32(model: Lan
         found.append(tokens)
     assert len(found[0]) == 32
     assert found[0] == found[1] == found[2]
+    assert resumed(model, found[2]) == found[2]
+
+
+def resumed(model: LanguageModel, whole: dict[str, list[int]]) -> dict[str, list[int]]:
+    """Each request is cut off after some of its tokens and goes on beside 31 others, on an engine that has never seen it."""
+    engine, tokens = make(model), {}
+    for name, told in whole.items():
+        number = int(name[1:])
+        tokens[name] = told[: 1 + number % 9]
+        engine.submit(replace(asked(name, number), output=tuple(tokens[name])))
+    while engine.has_work:
+        for event in engine.step().events:
+            assert event.index == len(tokens[event.request.name])
+            tokens[event.request.name] = [*tokens[event.request.name], event.token]
+    return tokens
 
 
 def test_no_stop_token_before_min_tokens(model: LanguageModel) -> None:

@@ -120,16 +120,23 @@ def test_output_i_is_drawn_with_index_i_on_both_sides_of_a_split() -> None:
 # Memory --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_freed_state_slot_does_not_leak() -> None:
-    engine, _ = make(max_running=1)
+@pytest.mark.parametrize("split", [False, True])
+def test_a_freed_state_slot_does_not_leak(split: bool) -> None:
+    """Neither what was finished nor what was given up in the middle of its prompt is seen by who comes next (HY-06)."""
+    engine, _ = make(max_running=1, prefill_chunk_tokens=4)
     for i in range(3):
         engine.submit(request(f"r{i}", text(i, 9), 4))
         run(engine)
         for cache in engine.caches:
             if isinstance(cache, LinearCache):
                 assert bool(cache.recurrent.any()), "the slot still holds what the request before left"
+    engine.submit(request("left", text(5, 12)), (), Recorder() if split else None)
+    engine.step()
+    assert engine.load().running == 1
+    engine.abort(RequestId(name="left"))
     engine.submit(request("r", text(7, 9), 4))
     assert run(engine).tokens["r"] == expected(text(7, 9), 4)
+    assert_empty(engine)
 
 
 @pytest.mark.parametrize("steps", range(6))

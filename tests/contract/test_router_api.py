@@ -13,15 +13,12 @@ import pytest
 from PIL import Image
 
 from router.fakes import Plan
-from slipstream import checkpoint
 from slipstream.block_hash import content_hash
 from slipstream.checkpoint import DEMO
 from slipstream.text.chat import ChatTemplate
 from slipstream.types import FinishReason, Role
-from tests.support.scripted_router import EOS, MODEL, Front, front
+from tests.support.scripted_router import CHECKPOINT, CONTEXT, EOS, MODEL, Front, Later, front
 
-CHECKPOINT = checkpoint.read(DEMO)
-CONTEXT = CHECKPOINT.max_context
 PAD = CHECKPOINT.image_token_id
 
 
@@ -148,6 +145,19 @@ def test_completions(router: Front, prompt: Any) -> None:
     assert list(router.stage.last.submits[Role.PREFILL][0].tokens) == ids
 
 
+def test_two_requests_of_one_name_at_once(router: Front) -> None:
+    """The name is the client's; both are answered, each with its own text, in whatever order they end."""
+    named = {"x-request-id": "twice"}
+    router.answer("the first", hold_at=1)
+    first = Later(router.stream, headers=named)
+    held = router.held()
+    router.answer("the second")
+    assert router.stream(headers=named).text == "the second"
+    assert not held.cancels[Role.DECODE]
+    router.stage.release(held)
+    assert (first.result().text, first.result().errors) == ("the first", [])
+
+
 def test_models(router: Front) -> None:
     with router.client() as client:
         card = client.get("/v1/models").json()["data"][0]
@@ -201,7 +211,7 @@ def test_the_first_token_comes_at_once(router: Front) -> None:
         assert [line for line in lines if line][-1] == "data: [DONE]"
 
 
-@pytest.mark.parametrize("text", ["Příliš žluťoučký kůň", "👩‍👩‍👧‍👦 ok 🇨🇿", "漢字と仮名"])
+@pytest.mark.parametrize("text", ["Příliš žluťoučký kůň, ďábel", "👩‍👩‍👧‍👦 ok 🇨🇿", "漢字と仮名"])
 def test_no_character_is_cut(router: Front, text: str) -> None:
     router.answer(text)
     answer = router.stream()

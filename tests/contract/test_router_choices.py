@@ -71,6 +71,8 @@ def test_three_choices(router: Front) -> None:
                 ends[one.index] += one.finish_reason is not None
         assert (found, roles, ends) == (right, [1, 1, 1], [1, 1, 1])
         assert whole.usage is not None
+        prompt = len(router.stage.last.submits[Role.PREFILL][0].tokens)
+        assert whole.usage.prompt_tokens == prompt == whole.usage.total_tokens - whole.usage.completion_tokens, "counted once"
         assert chunks[-1].usage is not None
         assert chunks[-1].usage.model_dump() == whole.usage.model_dump()
         assert [one.text for one in client.completions.create(**plan(), prompt="x").choices] == right

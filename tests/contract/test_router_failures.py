@@ -29,8 +29,6 @@ WORDY = "m" * 4000
 def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
     with front(tmp_path_factory.mktemp("router"), "router.unread_bytes=4000") as one:
         yield one
-        complaints = [line for line in one.log() if line["level"] in ("error", "critical")]
-        assert not complaints, complaints
 
 
 @pytest.fixture(autouse=True)
@@ -234,10 +232,9 @@ def test_a_client_that_leaves_while_decode_is_busy(router: Front) -> None:
 @pytest.fixture(scope="module")
 def wordy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
     """Its chunks are so long that no socket buffer holds an answer."""
-    with front(tmp_path_factory.mktemp("wordy"), "router.unread_bytes=2000", model=WORDY) as one:
+    cut_off = "ASGI callable returned without completing response."
+    with front(tmp_path_factory.mktemp("wordy"), "router.unread_bytes=2000", model=WORDY, complaints=[cut_off]) as one:
         yield one
-        complaints = [line["message"] for line in one.log() if line["level"] in ("error", "critical")]
-        assert complaints == ["ASGI callable returned without completing response."], "the one that was cut off"
 
 
 def test_a_client_that_does_not_read(wordy: Front) -> None:

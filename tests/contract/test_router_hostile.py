@@ -3,38 +3,47 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import io
 import json
 import re
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from router.dispatch import Row
 from router.fakes import FakeWorker, Plan, Script
+from router.prompt import PictureBytes, PromptBuilder, Share
 from router.service import PROMPT_THREADS
 from router.workers import WorkerLink
-from slipstream import checkpoint
 from slipstream.checkpoint import DEMO
-from slipstream.errors import SlipstreamError
+from slipstream.config import RouterConfig
+from slipstream.errors import CancelledError, SlipstreamError
 from slipstream.text.tokenizer import Tokenizer
 from slipstream.types import Role
 from slipstream.v1 import worker_pb2 as pb
-from tests.support.scripted_router import MODEL, Front, Later, events, front, refused
+from tests.support.scripted_router import (
+    CHAT,
+    CHECKPOINT,
+    COMPLETIONS,
+    CONTEXT,
+    MODEL,
+    Front,
+    Later,
+    events,
+    front,
+    picture,
+    refused,
+)
 
-CONTEXT = checkpoint.read(DEMO).max_context
 LONG = tuple(Tokenizer(DEMO).encode("The quick brown fox jumps over the lazy dog, and a purple triangle is in row two."))
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 @pytest.fixture(scope="module")
 def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
-    with front(tmp_path_factory.mktemp("router")) as one:
+    with front(tmp_path_factory.mktemp("router"), complaints=None) as one:
         yield one
 
 
@@ -48,17 +57,6 @@ def nothing_left(router: Front) -> Iterator[None]:
     router.until_idle()
     router.answer("fine")
     assert router.chat().json()["choices"][0]["message"]["content"] == "fine"
-
-
-def complaints(router: Front) -> list[str]:
-    return [line["message"] for line in router.log() if line["level"] in ("error", "critical")]
-
-
-def picture(side: int, colour: int = 0) -> dict[str, Any]:
-    file = io.BytesIO()
-    Image.new("RGB", (side, side), (colour, 0, 0)).save(file, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def connect(router: Front, data: bytes, length: int, headers: str = "") -> socket.socket:
@@ -161,7 +159,7 @@ def test_a_refused_picture_ends_its_request(router: Front) -> None:
     worker.takes_pictures = False
     try:
         router.answer("never")
-        error = refused(router.chat([picture(64), picture(64, 9)]), 503)
+        error = refused(router.chat([picture(64, 64), picture(64, 64, 9)]), 503)
     finally:
         worker.takes_pictures = True
     assert "RESOURCE_EXHAUSTED" in error["message"]
@@ -228,7 +226,7 @@ async def test_a_fault_in_one_requests_handling_keeps_the_session() -> None:
 
 def test_clients_that_leave_while_their_prompts_wait_for_a_thread(router: Front) -> None:
     """Their places are free at once, and no worker hears of those that had no thread yet."""
-    content = [picture(4000, colour) for colour in range(3)]
+    content = [picture(4000, 4000, colour) for colour in range(3)]
     data = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": content}], "max_tokens": 1}).encode()
     connections = [connect(router, data, len(data)) for _ in range(6)]
     with router.client() as client:
@@ -239,8 +237,60 @@ def test_clients_that_leave_while_their_prompts_wait_for_a_thread(router: Front)
     assert len(router.stage.seen) <= PROMPT_THREADS
 
 
+def test_decoded_pictures_of_all_requests_share_one_bound(tmp_path: Path) -> None:
+    """96x96 pixels are 27,648 bytes: there is room for two such pictures, whoever sends them."""
+    with front(tmp_path, "router.max_pictures_bytes=60000") as router:
+        assert "60000" in refused(router.chat([picture(96, 96)] * 3), 413)["message"]
+        assert not router.stage.seen
+        router.answer("one", hold_at=0)
+        asked = Later(router.chat, [picture(96, 96)] * 2)
+        seen = router.held()
+        late = router.chat([picture(96, 96)])
+        assert refused(late, 429)["code"] == "overloaded"
+        assert int(late.headers["retry-after"]) >= 1
+        router.answer("words need no room")
+        assert router.chat().status_code == 200
+        router.stage.release(seen)
+        assert asked.result().status_code == 200
+        router.until_idle()
+        router.answer("two")
+        assert router.chat([picture(96, 96)] * 2).status_code == 200
+
+
+def test_room_for_pictures_comes_back_from_whoever_leaves_or_fails(tmp_path: Path) -> None:
+    with front(tmp_path, "router.max_pictures_bytes=60000") as router:
+        for _ in range(3):
+            router.stage.next(Plan(tokens=LONG, hold_at=0))
+            body = {"model": MODEL, "messages": [{"role": "user", "content": [picture(96, 96)] * 2}]}
+            data = json.dumps(body).encode()
+            connection = connect(router, data, len(data))
+            router.held()
+            connection.close()
+            router.until_idle()
+            router.stage.forget()
+            torn = {"type": "image_url", "image_url": {"url": picture(96, 96)["image_url"]["url"][:-40]}}
+            refused(router.chat([picture(96, 96), torn]))
+            refused(router.chat([picture(96, 96)], max_tokens=CONTEXT))
+
+
+def test_nobody_decodes_for_a_client_that_has_left() -> None:
+    """The work stops at the next picture, which is never looked at."""
+    builder, everything = PromptBuilder(CHECKPOINT, RouterConfig()), PictureBytes(60_000)
+    share, sizes = Share(everything), list[int]()
+
+    def take(size: int) -> None:
+        share.take(size)
+        sizes.append(size)
+        share.close()
+
+    with pytest.raises(CancelledError):
+        builder.chat([{"role": "user", "content": [picture(96, 96)] * 3}], take)
+    assert sizes == [3 * 96 * 96]
+    assert everything.taken == 0
+
+
 def test_the_deadline_covers_the_making_of_the_prompt(router: Front) -> None:
-    content = [picture(2500, colour) for colour in range(3)]
+    content = [picture(2500, 2500, colour) for colour in range(3)]
     busy = [Later(router.chat, content, max_tokens=CONTEXT) for _ in range(2)]
     error = refused(router.chat(content, headers={"x-request-timeout-seconds": "0.1"}), 504)
     assert error["code"] == "deadline_exceeded"
@@ -271,13 +321,13 @@ def test_texts_far_too_long_are_refused_without_reading_them_to_the_end(router: 
 
 
 def test_huge_numbers_and_endless_lists_are_the_clients_mistakes(router: Front) -> None:
-    before = complaints(router)
+    before = router.complaints()
     start = b'{"model": "' + MODEL.encode() + b'", "messages": [{"role": "user", "content": "x"}], '
     assert refused(router.post(CHAT, start + b'"temperature": 1' + b"0" * 400 + b"}"))["param"] == "temperature"
     began = time.monotonic()
     refused(router.post(CHAT, start + b'"x": [' + b"[]," * (16 << 20) + b"1]}"))
     assert time.monotonic() - began < 5.0
-    assert complaints(router) == before
+    assert router.complaints() == before
 
 
 def test_a_stream_counts_as_what_ended_it(router: Front) -> None:

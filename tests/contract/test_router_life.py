@@ -36,8 +36,7 @@ def router(stage: Stage, tmp_path: Path) -> Iterator[Front]:
     one = Front(stage, tmp_path)
     yield one
     assert set(one.close()) <= {0}
-    complaints = [line for line in one.log() if line["level"] in ("error", "critical")]
-    assert not complaints, complaints
+    assert not one.complaints()
 
 
 def free_port() -> int:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from router.fakes import Seen
+from slipstream.checkpoint import DEMO
 from slipstream.types import Role
-from tests.support.scripted_router import MODEL, Front, front
+from slipstream.v1 import worker_pb2 as pb
+from tests.support.scripted_router import EOS, MODEL, Front, Later, front
 
 
 @pytest.fixture(scope="module")
@@ -20,6 +26,18 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
 
 def told(choices: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
+
+
+def held(router: Front) -> Seen:
+    """The request that waits for its release."""
+    found: list[Seen] = []
+
+    def one() -> bool:
+        found[:] = [seen for seen in router.stage.seen.values() if seen.held.is_set() and not seen.released.is_set()]
+        return bool(found)
+
+    router.stage.until(one, "a request is held")
+    return found[0]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -79,8 +97,68 @@ def test_the_official_client_and_what_the_workers_get(router: Front) -> None:
     assert (list(sampling.biased_token), list(sampling.bias)) == ([3, 7], [-100.0, 2.0])
 
 
+def test_the_checkpoint_says_how_to_sample_where_the_request_does_not(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in DEMO.glob("*.json*"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    told = {"temperature": 0.5, "top_p": 0.75, "top_k": 20, "min_p": 0.25, "repetition_penalty": 1.5}
+    off = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    (folder / "generation_config.json").write_text(json.dumps({**told, "eos_token_id": EOS}))
+    with front(tmp_path, f"model.path={folder}") as router:
+        for asked, right in (({}, told), (off, off), ({"top_k": -1, "top_p": None}, {**told, "top_k": 0})):
+            router.answer("fine")
+            assert router.chat(**asked).status_code == 200
+            for (submit,) in router.stage.last.submits.values():
+                assert {name: getattr(submit.sampling, name) for name in told} == right
+
+
 @pytest.mark.parametrize("fields", [
     {"top_logprobs": 2}, {"logprobs": True, "top_logprobs": 21}, {"logprobs": 3}, {"min_tokens": 5, "max_tokens": 4},
     {"logit_bias": {"999999": 1}}, {"logit_bias": {"-1": 1}}, {"logit_bias": {"1": True}}], ids=str)
 def test_refused(router: Front, fields: dict[str, Any]) -> None:
     assert router.chat(**fields).status_code == 400
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_probability_is_shown_as_a_floor(router: Front, stream: bool) -> None:
+    """JSON has no infinity."""
+    tokens = router.answer("one two", hold_at=0)
+    asked = Later(router.stream if stream else router.chat, logprobs=True, top_logprobs=2)
+    seen = held(router)
+    step = pb.StepReport(handle=[seen.submits[Role.PREFILL][0].handle], attempt=[0], choice=[0], index=[0], token=[tokens[0]],
+                         finish=[pb.FINISH_REASON_UNSPECIFIED],
+                         logprobs=[pb.Logprobs(logprob=-math.inf, top_token=[1, 2], top_logprob=[0.0, -math.inf])])
+    router.stage.do(lambda: router.workers[Role.PREFILL].say(pb.WorkerMessage(step=step)))
+    router.stage.release(seen)
+    answer = asked.result()
+    choices = [choice for chunk in answer.chunks for choice in chunk["choices"]] if stream else answer.json()["choices"]
+    first, *others = told(choices)
+    assert (first["logprob"], [top["logprob"] for top in first["top_logprobs"]]) == (-9999.0, [0.0, -9999.0])
+    assert len(others) == len(tokens) - 2
+
+
+BAD = {"none": [], "torn": [pb.Logprobs(logprob=-1.0, top_token=[1, 2], top_logprob=[-1.0])],
+       "too few": [pb.Logprobs(logprob=-1.0, top_token=[1], top_logprob=[-1.0])],
+       "no number": [pb.Logprobs(logprob=math.nan, top_token=[1, 2], top_logprob=[-1.0, -2.0])]}
+
+
+@pytest.mark.parametrize("role", list(Role))
+@pytest.mark.parametrize("kind", list(BAD))
+def test_a_token_without_its_logprobs_is_asked_for_again(router: Front, role: Role, kind: str) -> None:
+    """It is the replica's failure: its leg is cancelled, and nothing of it is shown."""
+    index = 0 if role is Role.PREFILL else 2
+    tokens = router.answer("one two three four", hold_at=index)
+    asked = Later(router.stream, logprobs=True, top_logprobs=2)
+    seen = held(router)
+    handle = seen.submits[role][0].handle
+    step = pb.StepReport(handle=[handle], attempt=[0], choice=[0], index=[index], token=[tokens[0]],
+                         finish=[pb.FINISH_REASON_UNSPECIFIED], logprobs=BAD[kind])
+    router.stage.do(lambda: router.workers[role].say(pb.WorkerMessage(step=step)))
+    router.stage.until(lambda: len(seen.submits[role]) == 2, "it is resumed")
+    assert seen.cancels[role] == [0]
+    router.stage.release(seen)
+    answer = asked.result()
+    assert (answer.text, answer.errors) == ("one two three four", [])
+    entries = told([choice for chunk in answer.chunks for choice in chunk["choices"]])
+    assert [entry["logprob"] for entry in entries] == [-i - 1 for i in range(len(tokens) - 1)]

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import math
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from router.fakes import Plan
-from slipstream import checkpoint
-from slipstream.checkpoint import DEMO
-from tests.support.scripted_router import MODEL, SECRET, Front, front, no_worker_hears, refused
-
-CHECKPOINT = checkpoint.read(DEMO)
-CONTEXT = CHECKPOINT.max_context
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-MESSAGES = [{"role": "user", "content": SECRET}]
+from tests.support.scripted_router import (
+    CHAT,
+    CHECKPOINT,
+    COMPLETIONS,
+    CONTEXT,
+    MESSAGES,
+    MODEL,
+    REFUSING,
+    SECRET,
+    Front,
+    front,
+    no_worker_hears,
+    picture,
+    refused,
+)
 
 
 @pytest.fixture(scope="module")
 def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
-    with front(tmp_path_factory.mktemp("router"), "router.max_body_bytes=2000000", "router.max_images=3") as one:
+    with front(tmp_path_factory.mktemp("router"), *REFUSING) as one:
         yield one
-        complaints = [line for line in one.log() if line["level"] in ("error", "critical")]
-        assert not complaints
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +45,9 @@ NO_COUNTS: tuple[Any, ...] = (0, -1, 1.5, 2.0, True, "5", [], 1 << 70, math.nan)
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *[(name, value) for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty") for value in NO_NUMBERS],
+        *[(name, value) for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty", "min_p")
+          for value in NO_NUMBERS],
+        *[("repetition_penalty", value) for value in NO_NUMBERS[:-1]],
         ("temperature", -0.1),
         ("top_p", 0),
         ("top_p", -1),
@@ -88,6 +92,7 @@ NO_COUNTS: tuple[Any, ...] = (0, -1, 1.5, 2.0, True, "5", [], 1 << 70, math.nan)
         ("presence_penalty", 2.5),
         ("logit_bias", {"5": 101}),
         ("logit_bias", {"x": 1}),
+        ("logit_bias", {"5": math.nan}),
         ("min_tokens", -1),
         ("chat_template", "{{ 1 }}"),
         ("best_of", 2),
@@ -100,6 +105,7 @@ NO_COUNTS: tuple[Any, ...] = (0, -1, 1.5, 2.0, True, "5", [], 1 << 70, math.nan)
         ("prediction", {"type": "content", "content": "x"}),
         ("reasoning_effort", "high"),
         ("guided_json", {}),
+        ("guided_regex", "("),
         ("stop_token_ids", "x"),
         ("stop_token_ids", [-1]),
         ("ignore_eos", "x"),
@@ -151,6 +157,20 @@ def test_fields_that_change_nothing(router: Front, field: str, value: Any) -> No
     router.stage.next(Plan(tokens=(100, 1913)))
     reply = router.post(CHAT, {"model": MODEL, "messages": MESSAGES, field: value})
     assert reply.status_code == 200, reply.text
+
+
+@pytest.mark.parametrize("fields", [{"echo": True}, {"echo": True, "logprobs": 1}, {"prompt_logprobs": 1},
+                                    {"echo": True, "max_tokens": 0}], ids=str)
+@pytest.mark.parametrize("stream", [False, True])
+def test_prompts_are_not_echoed_and_that_is_said(router: Front, fields: dict[str, Any], stream: bool) -> None:
+    error = refused(router.post(COMPLETIONS, {"model": MODEL, "prompt": SECRET, "stream": stream, **fields}))
+    assert error["param"] in ("echo", "prompt_logprobs")
+
+
+def test_a_call_of_the_history_is_named(router: Front) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"cut'}}
+    history = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    assert refused(router.post(CHAT, {"model": MODEL, "messages": history}))["param"] == "messages[1].tool_calls"
 
 
 @pytest.mark.parametrize(
@@ -251,19 +271,13 @@ def test_picture_urls(router: Front, url: str) -> None:
 
 @pytest.mark.parametrize(("height", "width"), [(2, 2), (1, 100), (1, 10000), (4, 900)])
 def test_pictures_of_no_use(router: Front, height: int, width: int) -> None:
-    file = io.BytesIO()
-    Image.new("RGB", (width, height)).save(file, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
     for stream in (False, True):
-        reply = router.chat([{"type": "image_url", "image_url": {"url": url}}], stream=stream)
+        reply = router.chat([picture(height, width)], stream=stream)
         assert f"{width}x{height}" in refused(reply)["message"]
 
 
 def test_too_many_pictures(router: Front) -> None:
-    file = io.BytesIO()
-    Image.new("RGB", (32, 32)).save(file, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-    assert "3" in refused(router.chat([{"type": "image_url", "image_url": {"url": url}}] * 4))["message"]
+    assert "3" in refused(router.chat([picture(32, 32)] * 4))["message"]
 
 
 # Context ---------------------------------------------------------------------------------------------------------------
@@ -283,11 +297,8 @@ def test_context_overflow_names_three_numbers(router: Front) -> None:
 
 def test_context_counts_pictures(router: Front) -> None:
     side = int(math.sqrt(CHECKPOINT.image.max_pixels)) // 32 * 32  # type: ignore[union-attr]
-    file = io.BytesIO()
-    Image.new("RGB", (side, side)).save(file, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
     tokens = (side // 32) ** 2 * 3
-    reply = router.chat([{"type": "image_url", "image_url": {"url": url}}] * 3, max_tokens=CONTEXT - 100)
+    reply = router.chat([picture(side, side)] * 3, max_tokens=CONTEXT - 100)
     message = refused(reply)["message"]
     assert any(int(word) > tokens for word in message.replace(",", " ").split() if word.isdigit())
     assert str(CONTEXT) in message

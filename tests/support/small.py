@@ -10,7 +10,7 @@ from torch import nn
 from slipstream.checkpoint import Checkpoint, RopeConfig
 from slipstream.kernels import dispatch
 from slipstream.models.qwen import CausalLM, Qwen3_5ForCausalLM
-from slipstream.types import AttentionLayer, LinearLayer
+from slipstream.types import AttentionLayer, LinearLayer, SamplingParams
 
 
 def hybrid_checkpoint() -> Checkpoint:
@@ -21,8 +21,8 @@ def hybrid_checkpoint() -> Checkpoint:
         rope=RopeConfig(theta=1e4, rotary_size=12, mrope_section=(2, 2, 2), mrope_interleaved=True),
         layers=(LinearLayer(name="layers.0", key_heads=2, value_heads=4, key_head_size=8, value_head_size=8, conv_width=4),
                 AttentionLayer(name="layers.1", kv_heads=2, head_size=16)),
-        tie_embeddings=False, attention_bias=False, max_context=256, eos_token_ids=frozenset(), default_temperature=0.0,
-        default_top_p=1.0, vision=None, image=None, image_token_id=None, video_token_id=None, vision_start_token_id=None,
+        tie_embeddings=False, attention_bias=False, max_context=256, eos_token_ids=frozenset(), sampling=SamplingParams(),
+        vision=None, image=None, image_token_id=None, video_token_id=None, vision_start_token_id=None,
         vision_end_token_id=None)
 
 

@@ -12,7 +12,7 @@ import pytest
 from slipstream import checkpoint as checkpoints
 from slipstream.checkpoint import Checkpoint
 from slipstream.errors import CheckpointError
-from slipstream.types import AttentionLayer, LinearLayer
+from slipstream.types import AttentionLayer, LinearLayer, SamplingParams
 
 DEMO: dict[str, Any] = json.loads((checkpoints.DEMO / "config.json").read_text())
 PROCESSOR: dict[str, Any] = json.loads((checkpoints.DEMO / "preprocessor_config.json").read_text())
@@ -40,7 +40,7 @@ def test_the_demo_is_read_whole() -> None:
     assert (found.rope.rotary_size, found.rope.mrope_section, found.rope.mrope_interleaved) == (32, (6, 5, 5), True)
     assert found.tie_embeddings
     assert found.eos_token_ids == {1913, 1911}, "generation_config.json knows more of them than config.json"
-    assert found.default_temperature == 0.0
+    assert found.sampling == SamplingParams(temperature=0.0)
     assert found.image is not None
     assert (found.image.factor, found.image.min_pixels, found.image.max_pixels) == (32, 1024, 1 << 20)
 
@@ -95,6 +95,23 @@ def test_what_would_compute_something_else_is_refused(tmp_path: Path, text: dict
                                                       top: dict[str, Any], words: str) -> None:
     with pytest.raises(CheckpointError, match=words):
         read(tmp_path, demo(text, vision, **top))
+
+
+def test_sampling_of_requests_that_do_not_say(tmp_path: Path) -> None:
+    file = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": None, "repetition_penalty": 1.05, "max_new_tokens": 5}
+    told = SamplingParams(temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.05)
+    assert read(tmp_path, demo(), generation_config=file).sampling == told
+    greedy = read(tmp_path, demo(), generation_config={**file, "do_sample": False, "top_k": -1}).sampling
+    assert (greedy.temperature, greedy.top_k, greedy.repetition_penalty) == (0.0, 0, 1.05)
+    (tmp_path / "generation_config.json").unlink()
+    assert read(tmp_path, demo()).sampling == SamplingParams(temperature=1.0)
+
+
+@pytest.mark.parametrize(("name", "value"), [("top_p", 0), ("top_p", "0.9"), ("top_k", -2), ("temperature", True),
+                                             ("repetition_penalty", -1.0), ("min_p", float("nan"))])
+def test_sampling_out_of_range_is_named(tmp_path: Path, name: str, value: Any) -> None:
+    with pytest.raises(CheckpointError, match=rf"generation_config\.json: {name} is .*; it must be a number from"):
+        read(tmp_path, demo(), generation_config={name: value})
 
 
 def test_a_processor_that_disagrees_with_the_tower_is_refused(tmp_path: Path) -> None:

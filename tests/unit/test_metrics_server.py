@@ -79,7 +79,7 @@ async def test_slow_clients_neither_block_others_nor_pile_up(address: str, monke
 async def test_a_taken_port_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"cannot serve metrics on 127.0.0.1:{port}: .*in use.*--metrics-listen"):
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}: .*in use.*--metrics-listen"):
             await MetricsServer(CollectorRegistry()).listen(f"127.0.0.1:{port}")
 
 

@@ -225,6 +225,15 @@ def test_a_picture_that_did_not_arrive_breaks_the_run() -> None:
     assert dispatch.broken(0, UnavailableError("the second picture")) == []
 
 
+def test_a_run_that_breaks_when_all_its_tokens_are_there_is_a_good_end() -> None:
+    dispatch = started()
+    dispatch.tokens(0, P, 0, [row(0)])
+    dispatch.finished(0, P, 0, STATS, handed_off=True)
+    assert not ends(dispatch.tokens(0, D, 0, [row(1, last=True)]))
+    actions = dispatch.broken(0, UnavailableError("a picture came too late"))
+    assert (cancels(actions), ends(actions)) == ({(0, P, 0), (0, D, 0)}, [End()])
+
+
 def test_nothing_follows_an_end() -> None:
     dispatch = started()
     assert cancels(dispatch.give_up(CancelledError("gone"))) == {(0, P, 0), (0, D, 0)}
@@ -281,7 +290,11 @@ class _Workers:
         self.legs: dict[tuple[int, Role, int], list[list[Row]]] = {}
         self.submits: dict[tuple[int, Role, int], Submit] = {}
         self.gone: set[tuple[int, Role, int]] = set()
+        self.well: set[int] = set()
+        """Runs of which a leg ended as it should: that leg tells the other one, on their transfer."""
         self.todo: list[RetryDecode | Resume] = []
+        self.stopped: set[int] = set()
+        """Choices whose text was complete before their last token."""
 
     def take(self, actions: Sequence[Action]) -> None:
         for action in actions:
@@ -304,7 +317,12 @@ class _Workers:
         return [rows[start : start + cut] for start in range(0, len(rows), cut)]
 
     def speak(self, dispatch: Dispatch) -> list[Action]:
-        """Something that one leg says, or the router's timers do."""
+        """Something that one leg says, or the router: its timers, a stop string, a picture that did not arrive."""
+        if self.chance.random() < self.faults / 4:
+            if self.chance.random() < 0.5:
+                return dispatch.broken(self.chance.choice(list(self.submits))[0], UnavailableError("no picture"))
+            self.stopped.add(choice := self.chance.randrange(len(self.lengths)))
+            return dispatch.enough(choice)
         speaking = [key for key in self.legs if key not in self.gone]
         if self.todo and (not speaking or self.chance.random() < 0.3):
             waited = self.todo.pop(self.chance.randrange(len(self.todo)))
@@ -318,16 +336,17 @@ class _Workers:
         if self.legs[key]:
             return dispatch.tokens(run, role, attempt, self.legs[key].pop())
         self.gone.add(key)
+        self.well.add(run)
         submit = self.submits[key]
         goes_on = any(self.lengths[choice] > len(submit.output) + 1 for choice in submit.choices)
         return dispatch.finished(run, role, attempt, STATS, handed_off=role is P and goes_on)
 
 
-@given(st.lists(st.integers(1, 7), min_size=1, max_size=3), st.randoms(use_true_random=False), st.sampled_from([0.0, 0.1, 0.3]))
-@settings(max_examples=400, deadline=None)
+@given(st.lists(st.integers(1, 7), min_size=1, max_size=3), st.integers(0, 1 << 32), st.sampled_from([0.0, 0.1, 0.3]))
+@settings(max_examples=2000, deadline=None)  # by a seed: drawing every choice from hypothesis is ten times slower
 def test_every_choice_gets_its_tokens_once_and_in_order_or_the_request_fails(
-        lengths: list[int], chance: random.Random, faults: float) -> None:
-    workers, dispatch = _Workers(lengths, chance, faults), Dispatch(range(len(lengths)), max_resumes=3)
+        lengths: list[int], seed: int, faults: float) -> None:
+    workers, dispatch = _Workers(lengths, random.Random(seed), faults), Dispatch(range(len(lengths)), max_resumes=3)
     actions = dispatch.start()
     workers.take(actions)
     for _ in range(2000):
@@ -343,9 +362,9 @@ def test_every_choice_gets_its_tokens_once_and_in_order_or_the_request_fails(
         right = [100 * choice + index for index in range(length)]
         got = shown(actions, choice)
         assert got == right[: len(got)]
-        if end.error is None:
+        if end.error is None and choice not in workers.stopped:
             assert got == right
-    if end.error is not None:
-        assert workers.legs.keys() <= workers.gone, "a leg goes on that nobody waits for"
-    left = [key for key in workers.legs if key not in workers.gone]
-    assert all(role is P or not workers.legs[run, role, attempt] or end.error is None for run, role, attempt in left)
+    complete = {action.choice for action in actions if isinstance(action, ChoiceEnd)}
+    for key in workers.legs.keys() - workers.gone:
+        assert complete.issuperset(workers.submits[key].choices), "a leg goes on that nobody waits for"
+        assert key[0] in workers.well, "a leg goes on that nobody ends"

@@ -56,7 +56,7 @@ def test_greedy_takes_the_first_maximum() -> None:
     assert sample(logits, [Draw(params=SamplingParams(), choice=0, index=0)] * 2) == [1, 0]
 
 
-@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-45, 1e-9])
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-45, 1e-9, 1e-4])
 def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
     params = SamplingParams(temperature=temperature, top_p=0.9)
     logits = torch.tensor([[-1e4, 80.0, 79.0, 1e-3, -torch.inf]])

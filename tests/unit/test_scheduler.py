@@ -336,3 +336,22 @@ def test_a_hybrid_prompt_needs_a_snapshot_and_leaves_one_where_it_would_have_hel
         assert plan.chunks[0].start == 0, "the first one left no snapshot where the second one parts"
     of.add(sequence("c", 0, tokens=[*range(100, 112), *range(500, 507)], split=True))
     assert work(step(of)[0]) == [("c", 12, 7)]
+
+
+def test_what_never_arrived_or_failed_is_not_found() -> None:
+    """A prompt whose transfer or whose step failed leaves only what was whole before that (KV-07)."""
+    of = scheduler(block_size=4, slots=0, budget=8)
+    lost = sequence("lost", 0, 4, tokens=range(100, 116))
+    assert of.reserve(lost)
+    of.end(lost)
+    failing = sequence("failing", 0, tokens=range(100, 116), split=True)
+    of.add(failing)
+    step(of)
+    (chunk,) = of.plan(0.0).chunks
+    of.discard(chunk)
+    of.end(failing)
+    again = sequence("again", 0, 4, tokens=range(100, 116))
+    assert of.reserve(again)
+    assert again.cached == 8, "the first chunk was computed"
+    of.end(again)
+    of.check_integrity()

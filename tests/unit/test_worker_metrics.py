@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from slipstream import errors
 from slipstream.errors import SlipstreamError
 from slipstream.observability.metrics import RouterMetrics
+from slipstream.observability.supervisor_metrics import SupervisorMetrics
 from slipstream.observability.worker_metrics import WorkerMetrics
 from slipstream.types import EngineCounters, EngineLoad, Role
 
@@ -37,10 +38,11 @@ class Rig:
 
 
 def declared() -> dict[str, Metric]:
-    """Every family of ours, of both kinds of process."""
-    worker, router = Rig().metrics.registry, CollectorRegistry()
+    """Every family of ours, of all kinds of process."""
+    worker, router, supervisor = Rig().metrics.registry, CollectorRegistry(), CollectorRegistry()
     RouterMetrics(router)
-    return {family.name: family for registry in (worker, router) for family in registry.collect()
+    SupervisorMetrics(supervisor, ["prefill", "decode", "router"], list)
+    return {family.name: family for registry in (worker, router, supervisor) for family in registry.collect()
             if family.name.startswith("slipstream_")}
 
 
@@ -84,8 +86,24 @@ def test_a_counter_that_would_shrink_is_logged_and_counted_and_nothing_else(
         rig.metrics.engine_did(EngineCounters(output_tokens=5 + wrong, steps=1))  # type: ignore[arg-type]
     assert "output_tokens" in caplog.text
     assert (rig("output_tokens_total"), rig("steps_total"), rig("metric_faults_total")) == (5, 1, 1)
-    rig.metrics.transfer_landed(0.5, kv_bytes=-1, state_bytes=2)
-    assert rig("metric_faults_total") == 2
+    rig.metrics.transfer_landed(wrong, kv_bytes=-1, state_bytes=2)
+    assert rig("metric_faults_total") == 3
+    assert [rig(name) for name in ("transfer_seconds_count", "transfer_seconds_sum")] == [0, 0]
+
+
+@pytest.mark.parametrize("wrong", [-3, math.nan, math.inf])
+def test_no_value_breaks_a_metric_of_the_router(wrong: float) -> None:
+    """Much of what it records comes from other processes."""
+    metrics = RouterMetrics(CollectorRegistry())
+    with_labels = (metrics.transfer_bytes.labels("kv"), metrics.errors.labels("internal"))
+    for counter in (metrics.prompt_tokens, metrics.cached_tokens, metrics.output_tokens, *with_labels):
+        counter.inc(wrong)
+    for histogram in (metrics.ttft, metrics.itl, metrics.e2e, metrics.transfer):
+        histogram.observe(wrong)
+    values = {sample.name: sample.value for family in metrics.registry.collect() for sample in family.samples
+              if not sample.name.endswith("_created")}
+    assert values.pop("slipstream_router_metric_faults_total") == 9
+    assert set(values.values()) == {0}
 
 
 def test_legs_are_counted_by_how_they_ended() -> None:
@@ -129,7 +147,7 @@ def test_labels_are_bounded() -> None:
 def test_names_follow_the_conventions_and_the_text_can_be_parsed() -> None:
     families = declared()
     for name, family in families.items():
-        assert re.fullmatch(r"slipstream_(worker|router)(_[a-z0-9]+)*", name), name
+        assert re.fullmatch(r"slipstream_(worker|router|supervisor)(_[a-z0-9]+)*", name), name
         assert family.documentation.endswith("."), f"{name} says what it is"
         assert not name.endswith(("_total", "_count", "_sum", "_bucket", "_info", "milliseconds", "_ms", "_mb")), name
         if family.type == "histogram":

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
+from typing import Never
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,7 +17,7 @@ from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.rpc import convert
 from slipstream.types import FinishReason, Grid, Role, SamplingParams, StopParams
 from slipstream.v1 import worker_pb2 as pb
-from worker.process import advertised
+from worker.process import advertised, main
 from worker.revision import weights_revision
 
 
@@ -34,6 +37,19 @@ def test_what_is_advertised(listening: str, advertise: str, told: str) -> None:
 def test_an_address_that_nobody_can_connect_to_is_refused(listening: str, advertise: str) -> None:
     with pytest.raises(ConfigError):
         advertised(listening, advertise)
+
+
+@pytest.mark.parametrize("flag", ["--listen", "--metrics-listen"])
+def test_a_taken_port_is_named_before_anything_is_loaded(flag: str, caplog: pytest.LogCaptureFixture) -> None:
+    def mount(*_: object) -> Never:
+        raise AssertionError("it got as far as serving")
+
+    with (socket.create_server(("127.0.0.1", 0)) as taken, patch("worker.process.Replica", side_effect=AssertionError),
+          patch("slipstream.observability.logs.configure")):
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert main(Role.DECODE, mount, [flag, address]) == 2
+    assert f"cannot listen on {address}: Address already in use" in caplog.text
+    assert f"choose another {flag}," in caplog.text
 
 
 def write(folder: Path, value: float, config: str = "{}") -> str:
