@@ -7,14 +7,19 @@ import json
 import random
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
+import grpc
+import grpc.aio
 import pytest
 import torch
 
+from cache_transfer import frames, plan
 from cache_transfer.channels.faults import FaultyChannel
 from cache_transfer.channels.grpc import InlineChannel
+from cache_transfer.links import Call
 from cache_transfer.load import given
 from cache_transfer.memory import Landing
 from slipstream.errors import (
@@ -26,11 +31,11 @@ from slipstream.errors import (
     SlipstreamError,
     TransferError,
 )
-from slipstream.sharding import Geometry, Shard
+from slipstream.sharding import Geometry
 from slipstream.types import AttentionLayer
+from slipstream.v1 import cache_store_pb2 as pb
 from tests.support import transfer_rig
 from tests.support.transfer_gang import Decode, Prefill, decode, landed, prefill
-from tests.support.transfer_site import Destination
 
 LAYOUT = transfer_rig.layout()
 TOKENS = 17
@@ -90,12 +95,27 @@ async def test_every_rank_gets_its_part_and_no_byte_more_is_sent(source: Geometr
         assert [loaded.handed is not None for loaded in done] == [True] + [False] * (to.world - 1)
         assert done[0].handoff.choices[0].first_token == 7
         for number, loaded in enumerate(done):
-            assert {log.heard[-1] for _, log in prompt} != {"done"}, "a rank ended before all of its readers had what they need"
+            for site, (transfer, _) in zip(there.sites, prompt, strict=True):
+                assert not (transfer.over and number in plan.readers(LAYOUT, site.shard, to)), "a reader is not done"
             await loaded.close(committed=True)
-            assert number or to.world == 1 or there.open_transfers
-        for _, log in prompt:
-            await log.until("ready", "done")
+        for site, (transfer, log) in zip(there.sites, prompt, strict=True):
+            if plan.readers(LAYOUT, site.shard, to):
+                await log.until("ready", "done")
+            else:  # its part is replicated on another rank: nobody reads it here
+                assert log.heard == []
+                transfer.close()
         assert there.open_transfers == 0
+
+
+async def test_a_prompt_finished_by_its_first_token_ends_on_every_rank() -> None:
+    async with prefill(TP2) as there, decode(cut(1, 2, 2)) as here:
+        prompt = there.prompt("t", TOKENS, AT)
+        loads = here.load(there.addresses, "t", TOKENS, TO)
+        await there.compute(prompt, [TOKENS], finished=True)
+        for loaded in await asyncio.gather(*loads):
+            await loaded.close(committed=False)
+        for _, log in prompt:
+            await log.until("ready", "done, not committed")
 
 
 async def test_a_rank_that_nobody_reads_from_is_closed_by_its_rank_0() -> None:
@@ -132,8 +152,7 @@ async def test_a_destination_that_is_busy_parks_all_ranks_and_another_geometry_t
             return None
 
         with pytest.raises(BusyError):
-            await small.ranks[0].loader.load(there.addresses, transfer_id="t", attempt=0, source_epoch=1, request_id="r",
-                                             remaining_seconds=20.0, admit=no)
+            await small.one(0, there.addresses, "t", no)
         for _, log in prompt:
             await log.until_last("parked")
         assert prompt[0][1].heard == ["parked: the destination is busy: no memory for the prompt and its output"]
@@ -169,21 +188,15 @@ async def test_a_higher_attempt_of_any_rank_supersedes_all_streams_of_the_lower_
         log = prompt[0][1]
         first = old.load(there.addresses, "t", TOKENS, TO)
         await log.until("ready")
-        for attempt, says in ((0, "too late"), (1, "")):  # rank 1 comes before its rank 0
-            load = here.ranks[1].loader.load(there.addresses, transfer_id="t", attempt=attempt, source_epoch=1, request_id="r",
-                                             remaining_seconds=20.0, admit=given(TO, TOKENS))
-            if says:
-                with pytest.raises(ProtocolError, match=says):
-                    await load
-        follower = asyncio.create_task(load)
+        with pytest.raises(ProtocolError, match="too late"):
+            await here.one(1, there.addresses, "t", given(TO, TOKENS))
+        follower = asyncio.create_task(here.one(1, there.addresses, "t", given(TO, TOKENS), attempt=1))  # before its rank 0
         for error in await asyncio.gather(*first, return_exceptions=True):
             assert isinstance(error, TransferError)
-        for loader, attempt, says in ((late.ranks[0].loader, 1, "comes from"), (old.ranks[0].loader, 0, "too late")):
+        for whose, attempt, says in ((late, 1, "comes from"), (old, 0, "too late")):
             with pytest.raises(ProtocolError, match=says):
-                await loader.load(there.addresses, transfer_id="t", attempt=attempt, source_epoch=1, request_id="r",
-                                  remaining_seconds=20.0, admit=given(TO, TOKENS))
-        leader = asyncio.create_task(here.ranks[0].loader.load(there.addresses, transfer_id="t", attempt=1, source_epoch=1,
-                                                               request_id="r", remaining_seconds=20.0, admit=given(TO, TOKENS)))
+                await whose.one(0, there.addresses, "t", given(TO, TOKENS), attempt=attempt)
+        leader = asyncio.create_task(here.one(0, there.addresses, "t", given(TO, TOKENS), attempt=1))
         await log.until("ready", "ready")
         await there.compute(prompt, [TOKENS])
         for number, load in enumerate((leader, follower)):
@@ -198,6 +211,8 @@ async def test_damage_by_one_source_rank_fails_the_whole_load(broken: int) -> No
     async with prefill(TP2, channels={broken: damaged}) as there, decode(ONE) as here:
         prompt = there.prompt("t", TOKENS, AT)
         loads = here.load(there.addresses, "t", TOKENS, TO)
+        for _, log in prompt:
+            await log.until("ready")
         await there.compute(prompt, [TOKENS])
         with pytest.raises(CoverageError, match="digest"):
             await loads[0]
@@ -221,8 +236,7 @@ async def test_a_follower_refuses_a_prompt_of_another_length() -> None:
     async with prefill(ONE) as there, decode(TP2) as here:
         there.prompt("t", TOKENS, AT)
         with pytest.raises(ProtocolError, match="sends 17 tokens; rank 0 was told 16"):
-            await here.ranks[1].loader.load(there.addresses, transfer_id="t", attempt=0, source_epoch=1, request_id="r",
-                                            remaining_seconds=20.0, admit=given(TO, 16))
+            await here.one(1, there.addresses, "t", given(TO, 16))
 
 
 async def test_source_ranks_that_disagree_about_the_prompt_are_refused() -> None:
@@ -236,18 +250,28 @@ async def test_source_ranks_that_disagree_about_the_prompt_are_refused() -> None
 async def test_ranks_and_geometries_that_do_not_fit_are_named() -> None:
     async with prefill(TP2) as there, decode(ONE) as here:
         there.prompt("t", TOKENS, AT)
-        for addresses, says in ((there.addresses[:1], r"1 addresses of the source are given; it is Geometry\(tp=2"), ([], "no address"),
+        for addresses, says in (([], "no address"), (there.addresses[:1], r"1 addresses .* are given; it is Geometry\(tp=2"),
                                 ([there.addresses[0]] * 2, r"rank 0 of .*, not rank 1 of"),
-                                (there.addresses[::-1], r"rank 1 of .*, not rank 0 of")):
+                                (there.addresses[::-1], r"rank [01] of .*, not rank [01] of")):
             with pytest.raises(IncompatibleError, match=says):
                 await here.load(addresses, "t", TOKENS, TO)[0]
         for geometry, rank, says in ((cut(3), 0, "tp 3 does not cut"), (cut(2, 2, 1), 0, "are not the model's 4 layers"),
-                                     (TP2, 2, "no rank 2"), (cut(2, 2, 2), 1, "")):
-            misfit = Destination("", 5.0, LAYOUT, 300.0)
-            misfit.memory.shard = Shard(geometry=geometry, rank=rank)
-            del misfit
-            if says:
-                continue
+                                     (TP2, 2, "no rank 2"), (cut(1, 2, 2), 5, "no rank 5"), (TP2, 1, "nothing to read")):
+            told = pb.HelloRequest(replica_id="d", rank=rank, geometry=frames.geometry_to_pb(geometry),
+                                   layout=pb.Layout(fields=LAYOUT.fields()))
+            opened = pb.Open(transfer_id="t", epoch=1, request_id="r", compatibility_hash=LAYOUT.hash, remaining_ms=5000,
+                             geometry=told.geometry, rank=rank)
+            async with grpc.aio.insecure_channel(there.addresses[0]) as channel:
+                hello: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(f"/{frames.SERVICE}/Hello")
+                reply = pb.HelloReply.FromString(await hello(told.SerializeToString()))
+                call: Call = channel.stream_stream(f"/{frames.SERVICE}/Transfer")()
+                await call.write(frames.control(open=opened))
+                answer = frames.parse(await call.read())  # type: ignore[arg-type]
+            assert isinstance(answer, pb.Control)
+            assert answer.failed.code == "incompatible"
+            assert says in answer.failed.message
+            assert says in reply.reason or says == "nothing to read"
+            assert (reply.rank, frames.geometry_from_pb(reply, 4)) == (0, TP2)
 
 
 async def one(there: Prefill, here: Decode, name: str, rng: random.Random) -> set[str]:
@@ -255,12 +279,15 @@ async def one(there: Prefill, here: Decode, name: str, rng: random.Random) -> se
     prompt = there.prompt(name, TOKENS, AT)
     loads = here.load(there.addresses, name, TOKENS, TO)
     transfer, _ = rng.choice(prompt)
-    leave = rng.choice([rng.choice(loads).cancel, lambda: transfer.fail(CancelledError("gone")), lambda: None])
-    leaver = asyncio.get_running_loop().call_later(rng.random() * 0.05, leave)
+    leaves: list[Callable[[], object]] = [rng.choice(loads).cancel, lambda: transfer.fail(CancelledError("gone")), lambda: None]
+    leaver = asyncio.get_running_loop().call_later(rng.random() * 0.05, rng.choice(leaves))
     await there.compute(prompt, [rng.randrange(1, TOKENS), TOKENS])
-    done, waiting = await asyncio.wait(loads, return_when=asyncio.FIRST_EXCEPTION)
-    for load in waiting:
-        load.cancel()
+    waiting = set(loads)
+    while waiting:
+        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if any(load.cancelled() or load.exception() for load in done):
+            for load in waiting:
+                load.cancel()
     results = await asyncio.gather(*loads, return_exceptions=True)
     leaver.cancel()
     for loaded in results:
@@ -273,7 +300,7 @@ async def one(there: Prefill, here: Decode, name: str, rng: random.Random) -> se
 
 
 @pytest.mark.parametrize(("source", "to"), [(TP2, cut(1, 2, 2)), (cut(1, 2, 2), TP2)])
-async def test_a_hundred_requests_that_any_rank_leaves_at_any_moment_leave_nothing_behind(source: Geometry, to: Geometry) -> None:
+async def test_a_hundred_requests_that_any_rank_leaves_at_any_moment_leave_nothing(source: Geometry, to: Geometry) -> None:
     rng = random.Random(7)
     async with prefill(source, frame_bytes=1000) as there, decode(to, mark=MARK) as here:
         await whole(there, here, "first")
@@ -304,10 +331,11 @@ async def test_a_source_rank_that_is_killed_ends_the_load_and_parks_the_prompt_o
             await source.tell(expect="t", tokens=TOKENS, hold=True)
         loads = here.load([source.address for source in there], "t", TOKENS, TO)
         await there[0].tell(compute="t", **prompt)
-        await there[0].tell(state=True)
-        await there[1].hear("expected")
+        await there[1].tell(compute="t", begin=True, **prompt)
+        for source in there:
+            await source.hear("ready")
         async with asyncio.timeout(20):
-            await here.ranks[0].channel.landed.wait() if False else asyncio.sleep(0)
+            await here.ranks[0].channel.landed.wait()
         there[1].process.kill()
         with pytest.raises(TransferError, match="broke"):
             await asyncio.wait_for(loads[0], 5)
@@ -319,8 +347,8 @@ async def test_a_destination_rank_that_is_killed_ends_the_other_and_parks_the_pr
     at, to = (Landing(blocks=tuple(range(64)) * (tokens // 256 + 1), state_slot=slot) for slot in (5, 2))
     async with prefill(ONE) as there, decode(TP2) as here, decode(TP2) as other:
         (transfer, log), = prompt = there.prompt("t", tokens, at)
-        arguments = {"address": there.addresses[0], "name": "t", "blocks": to.blocks, "slot": to.state_slot, "tp": 2, "stages": [4],
-                     "rank": 1}
+        arguments = {"address": there.addresses[0], "name": "t", "blocks": to.blocks, "slot": to.state_slot,
+                     "tp": 2, "stages": [4], "rank": 1}
         process = await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.support.transfer_destination",
                                                        json.dumps(arguments), stderr=asyncio.subprocess.DEVNULL)
         try:

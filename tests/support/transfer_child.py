@@ -1,7 +1,8 @@
 """A source rank in a process of its own: serves known random contents, driven by lines of JSON on stdin.
 
 Commands: {"expect": id, "tokens": n, "blocks": [...], "slot": s, "cached": n, "chunks": [...], "finished": bool}, {"fail": id},
-{"state": true}. Every command is answered by one JSON line; events of transfers come as lines too.
+{"state": true}; `"begin": true`: nothing is computed. Every command is answered by one JSON line; events of transfers come as
+lines too.
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ async def compute(transfer: SourceTransfer, command: dict[str, object], layers: 
     assert isinstance(chunks, list)
     transfer.begin(cached)
     transfer.allocated(tuple(command["blocks"]), command["slot"], cached)  # type: ignore[arg-type]
+    if command.get("begin"):
+        return
     end = cached
     for chunk in chunks:
         end += chunk
@@ -72,7 +75,7 @@ async def compute(transfer: SourceTransfer, command: dict[str, object], layers: 
     handoff = Handoff(request_id="r", prompt_tokens=tokens, state_token_count=tokens + int(bool(command.get("one_more"))),
                       choices=(HandoffChoice(first_token=7, finished=bool(command.get("finished"))),),
                       mrope=MropeState(delta=-18, last_position=(3, 4, 5)))
-    transfer.finish(None if command.get("follows") else handoff)
+    transfer.finish(handoff)
 
 
 async def main(arguments: dict[str, object]) -> None:

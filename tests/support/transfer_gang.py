@@ -9,8 +9,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from torch import Tensor
 
 from cache_transfer.channels.base import Channel
+from cache_transfer.handoff import HandoffChoice
 from cache_transfer.layout import CacheLayout
-from cache_transfer.load import Loaded, given
+from cache_transfer.load import Admit, Loaded, given
 from cache_transfer.memory import Landing
 from cache_transfer.source import SourceTransfer
 from slipstream.sharding import Geometry, Shard
@@ -38,8 +39,8 @@ class Prefill:
         """Announced and placed on every rank."""
         return [site.prompt(name, tokens, cached=cached, where=where) for site in self.sites]
 
-    async def compute(self, prompt: list[tuple[SourceTransfer, Log]], ends: list[int]) -> None:
-        """As far as each of `ends` in turn, stage by stage; the last one completes the prompt."""
+    async def compute(self, prompt: list[tuple[SourceTransfer, Log]], ends: list[int], *, finished: bool = False) -> None:
+        """As far as each of `ends` in turn, stage by stage; the last one completes the prompt. `finished`: no choice goes on."""
         for end in ends:
             for layer in range(len(self.sites[0].layout.layers)):
                 for site, (transfer, _) in zip(self.sites, prompt, strict=True):
@@ -47,7 +48,7 @@ class Prefill:
                         transfer.layer_done(layer, end, end == ends[-1])
                 await asyncio.sleep(0)
         for site, (transfer, _) in zip(self.sites, prompt, strict=True):
-            transfer.finish(handoff(ends[-1]) if site.shard.rank == 0 else None)
+            transfer.finish(handoff(ends[-1], HandoffChoice(first_token=7, finished=finished)) if site.shard.rank == 0 else None)
 
 
 class Decode:
@@ -69,11 +70,14 @@ class Decode:
         async def one(rank: int) -> Loaded:
             if rank:
                 await decided.wait()
-            return await self.ranks[rank].loader.load(
-                addresses, transfer_id=name, attempt=attempt, source_epoch=1, request_id="r", remaining_seconds=20.0,
-                admit=given(where, tokens) if rank else admit)
+            return await self.one(rank, addresses, name, given(where, tokens) if rank else admit, attempt=attempt)
 
         return [asyncio.create_task(one(rank)) for rank in range(len(self.ranks))]
+
+    async def one(self, rank: int, addresses: list[str], name: str, admit: Admit, *, attempt: int = 0) -> Loaded:
+        """A load on one rank alone."""
+        return await self.ranks[rank].loader.load(addresses, transfer_id=name, attempt=attempt, source_epoch=1, request_id="r",
+                                                  remaining_seconds=20.0, admit=admit)
 
 
 @asynccontextmanager
