@@ -118,6 +118,16 @@ async def test_a_prompt_finished_by_its_first_token_ends_on_every_rank() -> None
             await log.until("ready", "done, not committed")
 
 
+async def test_a_destination_whose_rank_0_does_not_commit_waits_for_nobody() -> None:
+    async with prefill(ONE) as there, decode(TP2) as here:
+        (_, log), = prompt = there.prompt("t", TOKENS, AT)
+        await there.compute(prompt, [TOKENS])
+        await (await here.one(0, there.addresses, "t", given(TO, TOKENS))).close(committed=False)
+        await log.until("done, not committed")
+        with pytest.raises(TransferError, match="is over"):
+            await here.one(1, there.addresses, "t", given(TO, TOKENS))
+
+
 async def test_a_rank_that_nobody_reads_from_is_closed_by_its_rank_0() -> None:
     layout = replace(LAYOUT, layers=(AttentionLayer(name="layers.0", kv_heads=2, head_size=16),))
     async with prefill(cut(4, 1), layout) as there, decode(cut(1, 1), layout) as here:
@@ -143,7 +153,7 @@ async def test_only_rank_0_lets_a_lease_run_out_and_it_runs_until_the_other_rank
         await whole(there, here, "u")
 
 
-async def test_a_destination_that_is_busy_parks_all_ranks_and_another_geometry_takes_over() -> None:
+async def test_a_destination_that_is_busy_parks_the_prompt_and_another_geometry_takes_over() -> None:
     async with prefill(TP2) as there, decode(ONE) as small, decode(cut(4), mark=MARK) as here:
         prompt = there.prompt("t", TOKENS, AT)
         await there.compute(prompt, [TOKENS])
@@ -153,9 +163,8 @@ async def test_a_destination_that_is_busy_parks_all_ranks_and_another_geometry_t
 
         with pytest.raises(BusyError):
             await small.one(0, there.addresses, "t", no)
-        for _, log in prompt:
-            await log.until_last("parked")
-        assert prompt[0][1].heard == ["parked: the destination is busy: no memory for the prompt and its output"]
+        await prompt[0][1].until("parked: the destination is busy: no memory for the prompt and its output")
+        assert "ready" not in prompt[1][1].heard
         await whole(there, here, attempt=1)
         check(here, TO)
 

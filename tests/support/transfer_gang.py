@@ -40,7 +40,7 @@ class Prefill:
         return [site.prompt(name, tokens, cached=cached, where=where) for site in self.sites]
 
     async def compute(self, prompt: list[tuple[SourceTransfer, Log]], ends: list[int], *, finished: bool = False) -> None:
-        """As far as each of `ends` in turn, stage by stage; the last one completes the prompt. `finished`: no choice goes on."""
+        """As far as each of `ends` in turn, layer by layer; the last completes the prompt. `finished`: no choice goes on."""
         for end in ends:
             for layer in range(len(self.sites[0].layout.layers)):
                 for site, (transfer, _) in zip(self.sites, prompt, strict=True):
@@ -48,7 +48,8 @@ class Prefill:
                         transfer.layer_done(layer, end, end == ends[-1])
                 await asyncio.sleep(0)
         for site, (transfer, _) in zip(self.sites, prompt, strict=True):
-            transfer.finish(handoff(ends[-1], HandoffChoice(first_token=7, finished=finished)) if site.shard.rank == 0 else None)
+            told = handoff(ends[-1], HandoffChoice(first_token=7, finished=finished))
+            transfer.finish(told if site.shard.rank == 0 else None)
 
 
 class Decode:
