@@ -48,7 +48,7 @@ class TransferListener(Protocol):
         """One of them was busy or is lost, and so all were let go; the prompt waits under its lease."""
 
     def done(self, committed: bool) -> None:
-        """They have what they need."""
+        """They have what they need, or, not committed, one of them says that none needs it any more."""
 
     def failed(self, error: SlipstreamError) -> None:
         """Given up: by `fail`, by a destination rank, or by the lease."""
@@ -117,12 +117,20 @@ class SourceTransfer:
 
         Memory is read between two awaits of a stream only, so nobody reads it now, and a stream looks before it reads again.
         """
-        self._stop(error, lambda: self._listener.failed(error))
+        if self._over:
+            return
+        self._prompt.error = error
+        self._changed()
+        for stream in self._streams.values():  # a destination that takes nothing must not keep the stream
+            if stream.committed is None:
+                self._loop.call_later(_LAST_WORD_SECONDS, stream.task.cancel)
+        self._end(lambda: self._listener.failed(error))
 
     def close(self) -> None:
         """A follower: rank 0's transfer is done, so each of the destination's ranks has all it needs. `done` comes before this
         returns, though their Done may still be on its way, or will never come as nobody reads from this rank."""
-        self._stop(TransferError(f"transfer {self.transfer_id} is over"), lambda: self._listener.done(True))
+        if not self._over:
+            self._finish(committed=True)
 
     @property
     def over(self) -> bool:
@@ -208,14 +216,13 @@ class SourceTransfer:
             await write(frames.control(failed=pb.Failed(code=told.code, message=told.message)))
 
     def _settle(self, stream: Stream, reason: str) -> None:
-        """A stream has ended: with the last Done the transfer is done, without Done the attempt is over."""
+        """A stream has ended. With the last Done, or one that is not committed, the transfer is done; without, it is parked."""
         if stream.committed is None:
             self._cut()
             self._start_lease()
             self._listener.parked(reason)
-        elif self._all_here() and all(other.committed is not None for other in self._streams.values()):
-            committed = all(other.committed for other in self._streams.values())
-            self._end(lambda: self._listener.done(committed))
+        elif not stream.committed or (self._all_here() and all(other.committed for other in self._streams.values())):
+            self._finish(committed=stream.committed)
 
     def _cut(self) -> None:
         """End the streams of an attempt, but for the one that calls and those that are done."""
@@ -242,15 +249,9 @@ class SourceTransfer:
         self.fail(LeaseExpiredError(f"no decode replica took the prompt within {self._lease_seconds} s",
                                     retry_after_seconds=1.0))
 
-    def _stop(self, error: SlipstreamError, tell: Callable[[], None]) -> None:
-        if self._over:
-            return
-        self._prompt.error = error
-        self._changed()
-        for stream in self._streams.values():  # a destination that takes nothing must not keep the stream
-            if stream.committed is None:
-                self._loop.call_later(_LAST_WORD_SECONDS, stream.task.cancel)
-        self._end(tell)
+    def _finish(self, *, committed: bool) -> None:
+        self._cut()
+        self._end(lambda: self._listener.done(committed))
 
     def _end(self, tell: Callable[[], None]) -> None:
         self._over = True

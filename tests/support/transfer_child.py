@@ -1,7 +1,8 @@
 """A source rank in a process of its own: serves known random contents, driven by lines of JSON on stdin.
 
 Commands: {"expect": id, "tokens": n, "blocks": [...], "slot": s, "cached": n, "chunks": [...], "finished": bool}, {"fail": id},
-{"state": true}. Every command is answered by one JSON line; events of transfers come as lines too.
+{"state": true}; `"begin": true`: nothing is computed. Every command is answered by one JSON line; events of transfers come as
+lines too.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 from cache_transfer.channels.base import Channel, choose
 from cache_transfer.channels.faults import FaultyChannel
 from cache_transfer.handoff import Handoff, HandoffChoice
+from cache_transfer.layout import whole
 from cache_transfer.memory import CacheMemory
 from cache_transfer.source import SourceTransfer
 from cache_transfer.store import CacheStore
@@ -63,23 +65,27 @@ async def compute(transfer: SourceTransfer, command: dict[str, object], layers: 
     assert isinstance(chunks, list)
     transfer.begin(cached)
     transfer.allocated(tuple(command["blocks"]), command["slot"], cached)  # type: ignore[arg-type]
+    if command.get("begin"):
+        return
     end = cached
     for chunk in chunks:
         end += chunk
         for layer in range(layers):
             await asyncio.to_thread(transfer.layer_done, layer, end, end == tokens)
-    transfer.finish(Handoff(
-        request_id="r", prompt_tokens=tokens, state_token_count=tokens + int(bool(command.get("one_more"))),
-        choices=(HandoffChoice(first_token=7, finished=bool(command.get("finished"))),),
-        mrope=MropeState(delta=-18, last_position=(3, 4, 5))))
+    handoff = Handoff(request_id="r", prompt_tokens=tokens, state_token_count=tokens + int(bool(command.get("one_more"))),
+                      choices=(HandoffChoice(first_token=7, finished=bool(command.get("finished"))),),
+                      mrope=MropeState(delta=-18, last_position=(3, 4, 5)))
+    transfer.finish(handoff)
 
 
 async def main(arguments: dict[str, object]) -> None:
     layout = transfer_rig.layout(str(arguments.get("dtype", "float32")))
-    memory = CacheMemory(layout, transfer_rig.tensors(layout, seed=int(str(arguments.get("seed", 1)))))
+    shard = transfer_rig.rank_of(arguments) or whole(layout)
+    held = transfer_rig.tensors(layout, seed=int(str(arguments.get("seed", 1))))
+    memory = CacheMemory(layout, transfer_rig.cut(layout, held, shard), shard)
     config = TransferConfig(lease_seconds=float(str(arguments.get("lease", 5.0))), frame_bytes=4096)
     store = CacheStore(memory, damage(str(arguments.get("damage", ""))), replica_id="p0",
-                       epoch=int(str(arguments.get("epoch", 1))), rank=0, config=config)
+                       epoch=int(str(arguments.get("epoch", 1))), rank=shard.rank, config=config)
     server = new_server()
     store.add_to(server)
     say(address=await listen(server, str(arguments.get("listen", "127.0.0.1:0"))))

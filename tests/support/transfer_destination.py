@@ -13,9 +13,9 @@ from slipstream.config import TransferConfig
 from tests.support import transfer_rig
 
 
-async def main(address: str, name: str, blocks: list[int], slot: int) -> None:
-    memory, _ = transfer_rig.destination(transfer_rig.layout())
-    loader = CacheLoader(memory, choose("grpc"), replica_id="d1", epoch=1, rank=0, config=TransferConfig())
+async def main(address: str, name: str, blocks: list[int], slot: int, **rank: object) -> None:
+    memory, _ = transfer_rig.destination(transfer_rig.layout(), transfer_rig.rank_of(rank))
+    loader = CacheLoader(memory, choose("grpc"), replica_id="d1", epoch=1, rank=memory.shard.rank, config=TransferConfig())
 
     async def admit(num_tokens: int) -> Landing:
         return Landing(blocks=tuple(blocks), state_slot=slot)

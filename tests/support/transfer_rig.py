@@ -11,8 +11,9 @@ from contextlib import asynccontextmanager
 import torch
 from torch import Tensor
 
-from cache_transfer.layout import CacheLayout, Kind
+from cache_transfer.layout import CacheLayout, Kind, whole
 from cache_transfer.memory import CacheMemory, Landing
+from slipstream.sharding import Geometry, Shard
 from slipstream.types import AttentionLayer, LinearLayer
 
 BLOCKS, SLOTS, BLOCK_SIZE = 64, 8, 4
@@ -41,6 +42,25 @@ def tensors(of: CacheLayout, seed: int | None) -> dict[str, Tensor]:
         for kind, (shape, kind_dtype) in shapes.items():
             values = torch.randn(shape, generator=generator) if seed is not None else torch.zeros(shape)
             found[f"{layer.name}.{kind}"] = values.to(kind_dtype)
+    return found
+
+
+def cut(of: CacheLayout, held: dict[str, Tensor], shard: Shard) -> dict[str, Tensor]:
+    """A rank's part of whole tensors: heads that are fewer than ranks stand on neighbours, others are cut evenly."""
+    def part(tensor: Tensor, dim: int, heads: int) -> Tensor:
+        copies = max(1, shard.tp // heads)
+        by_head = tensor.reshape(*tensor.shape[:dim], heads, -1, *tensor.shape[dim + 1 :]).repeat_interleave(copies, dim)
+        return by_head.chunk(shard.tp, dim)[shard.tp_rank].flatten(dim, dim + 1).contiguous()
+
+    found: dict[str, Tensor] = {}
+    for layer in (of.layers[number] for number in shard.layers):
+        if isinstance(layer, AttentionLayer):
+            found[f"{layer.name}.kv"] = part(held[f"{layer.name}.kv"], 3, layer.kv_heads)
+            continue
+        segments = torch.split(held[f"{layer.name}.conv"], list(layer.conv_segments), 1)
+        heads = (layer.key_heads, layer.key_heads, layer.value_heads)
+        found[f"{layer.name}.conv"] = torch.cat([part(*each) for each in zip(segments, (1, 1, 1), heads, strict=True)], 1)
+        found[f"{layer.name}.recurrent"] = part(held[f"{layer.name}.recurrent"], 1, layer.value_heads)
     return found
 
 
@@ -98,6 +118,15 @@ async def source(**arguments: object) -> AsyncIterator[Source]:
         await process.wait()
 
 
-def destination(of: CacheLayout) -> tuple[CacheMemory, dict[str, Tensor]]:
-    held = tensors(of, None)
-    return CacheMemory(of, held), held
+def destination(of: CacheLayout, shard: Shard | None = None) -> tuple[CacheMemory, dict[str, Tensor]]:
+    """Of one rank."""
+    held = cut(of, tensors(of, None), shard or whole(of))
+    return CacheMemory(of, held, shard), held
+
+
+def rank_of(arguments: dict[str, object]) -> Shard | None:
+    """The rank that a child process is told to be; None: the only one."""
+    if "tp" not in arguments:
+        return None
+    return Shard(geometry=Geometry(tp=int(str(arguments["tp"])), stages=tuple(arguments["stages"])),  # type: ignore[arg-type]
+                 rank=int(str(arguments["rank"])))

@@ -10,7 +10,7 @@ from cache_transfer.channels.base import Channel
 from cache_transfer.channels.grpc import InlineChannel
 from cache_transfer.frames import Range
 from cache_transfer.handoff import Handoff, HandoffChoice
-from cache_transfer.layout import CacheLayout
+from cache_transfer.layout import CacheLayout, whole
 from cache_transfer.load import CacheLoader, Loaded
 from cache_transfer.memory import CacheMemory, Landing
 from cache_transfer.source import SourceTransfer
@@ -18,6 +18,7 @@ from cache_transfer.store import CacheStore
 from slipstream.config import TransferConfig
 from slipstream.errors import SlipstreamError
 from slipstream.rpc.server import listen, new_server
+from slipstream.sharding import Shard
 from slipstream.types import MropeState, RequestId
 from tests.support import transfer_rig
 
@@ -89,12 +90,14 @@ class Log:
 class Site:
     """A source."""
 
-    def __init__(self, channel: Channel, layout: CacheLayout | None = None, frame_bytes: int = 1 << 16, epoch: int = 1) -> None:
+    def __init__(self, channel: Channel, layout: CacheLayout | None = None, frame_bytes: int = 1 << 16, epoch: int = 1,
+                 shard: Shard | None = None, lease_seconds: float = 30.0) -> None:
         self.layout = layout or transfer_rig.layout()
-        self.held = transfer_rig.tensors(self.layout, seed=1)
-        self.memory = CacheMemory(self.layout, self.held)
-        self.store = CacheStore(self.memory, channel, replica_id="p0", epoch=epoch, rank=0,
-                                config=TransferConfig(frame_bytes=frame_bytes))
+        self.shard = shard or whole(self.layout)
+        self.held = transfer_rig.cut(self.layout, transfer_rig.tensors(self.layout, seed=1), self.shard)
+        self.memory = CacheMemory(self.layout, self.held, shard)
+        self.store = CacheStore(self.memory, channel, replica_id="p0", epoch=epoch, rank=self.shard.rank,
+                                config=TransferConfig(frame_bytes=frame_bytes, lease_seconds=lease_seconds))
         self.server = new_server()
         self.address = ""
 
@@ -122,8 +125,9 @@ def handoff(tokens: int, *choices: HandoffChoice) -> Handoff:
 
 @asynccontextmanager
 async def serving(channel: Channel | None = None, layout: CacheLayout | None = None, *, frame_bytes: int = 1 << 16,
-                  epoch: int = 1, address: str = "127.0.0.1:0") -> AsyncIterator[Site]:
-    site = Site(channel or CountingChannel(), layout, frame_bytes, epoch)
+                  epoch: int = 1, address: str = "127.0.0.1:0", shard: Shard | None = None,
+                  lease_seconds: float = 30.0) -> AsyncIterator[Site]:
+    site = Site(channel or CountingChannel(), layout, frame_bytes, epoch, shard, lease_seconds)
     site.store.add_to(site.server)
     site.address = await listen(site.server, address)
     try:
@@ -135,12 +139,13 @@ async def serving(channel: Channel | None = None, layout: CacheLayout | None = N
 class Destination:
     """A destination."""
 
-    def __init__(self, address: str, connect_seconds: float, layout: CacheLayout | None, idle_seconds: float) -> None:
+    def __init__(self, address: str, connect_seconds: float, layout: CacheLayout | None, idle_seconds: float,
+                 shard: Shard | None = None) -> None:
         self.address = address
         self.channel = CountingChannel()
         self.layout = layout or transfer_rig.layout()
-        self.memory, self.held = transfer_rig.destination(self.layout)
-        self.loader = CacheLoader(self.memory, self.channel, replica_id="d0", epoch=1, rank=0,
+        self.memory, self.held = transfer_rig.destination(self.layout, shard)
+        self.loader = CacheLoader(self.memory, self.channel, replica_id="d0", epoch=1, rank=self.memory.shard.rank,
                                   config=TransferConfig(connect_seconds=connect_seconds), idle_seconds=idle_seconds)
 
     async def load(self, name: str, *, attempt: int = 0, seconds: float = 20.0, epoch: int = 1, where: Landing | None = PLACE,

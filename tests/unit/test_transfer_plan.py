@@ -122,20 +122,6 @@ def test_a_geometry_that_does_not_fit_is_named(tp: int, stages: tuple[int, ...],
         plan.check(transfer_rig.layout(), Shard(geometry=Geometry(tp=tp, stages=stages), rank=rank))
 
 
-def cut(tensor: Tensor, spec: TensorSpec, layer: LayerSpec, tp: int, tp_rank: int) -> Tensor:
-    """A tensor rank's part of a whole cache tensor."""
-    def part(of: Tensor, dim: int, heads: int) -> Tensor:
-        copies = max(1, tp // heads)
-        return of.unflatten(dim, (heads, -1)).repeat_interleave(copies, dim).chunk(tp, dim)[tp_rank].flatten(dim, dim + 1)
-
-    if isinstance(layer, AttentionLayer):
-        return part(tensor, 3, layer.kv_heads).contiguous()
-    if spec.kind is Kind.RECURRENT:
-        return part(tensor, 1, layer.value_heads).contiguous()
-    heads = (layer.key_heads, layer.key_heads, layer.value_heads)
-    return torch.cat([part(of, 1, count) for of, count in zip(tensor.split(layer.conv_segments, 1), heads, strict=True)], 1)
-
-
 def test_all_reshards_of_the_demo_model_are_the_slices_of_the_whole_tensors() -> None:
     """Byte for byte in memory, rows in parts of blocks and states in parts; blocks and slots of others stay as they are."""
     checkpoint = checkpoints.read(checkpoints.DEMO)
@@ -153,10 +139,6 @@ def test_all_reshards_of_the_demo_model_are_the_slices_of_the_whole_tensors() ->
             dtype = torch.float32 if kind == "recurrent" else torch.bfloat16
             everything[f"{layer.name}.{kind}"] = torch.randn(shape, generator=generator).to(dtype)
 
-    def cut_for(shard: Shard, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {spec.name: cut(tensors[spec.name], spec, layout.layers[spec.layer], shard.tp, shard.tp_rank)
-                for spec in layout.tensors if spec.layer in shard.layers}
-
     landed = {name: torch.zeros_like(tensor) for name, tensor in everything.items()}
     for spec in layout.tensors:
         if spec.kind is Kind.KV:
@@ -168,9 +150,9 @@ def test_all_reshards_of_the_demo_model_are_the_slices_of_the_whole_tensors() ->
     geometries = [sharding.plan(checkpoint, tp=tp, pp=pp) for tp in (1, 2, 4) for pp in (1, 2, 3)]
     shards = {(geometry, rank): Shard(geometry=geometry, rank=rank)
               for geometry in geometries for rank in range(geometry.world)}
-    sources = {key: CacheMemory(layout, cut_for(shard, everything), shard) for key, shard in shards.items()}
+    sources = {key: CacheMemory(layout, transfer_rig.cut(layout, everything, shard), shard) for key, shard in shards.items()}
     for key, shard in shards.items():
-        wanted = cut_for(shard, landed)
+        wanted = transfer_rig.cut(layout, landed, shard)
         for source in geometries:
             here = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
             memory = CacheMemory(layout, here, shard)
