@@ -14,7 +14,6 @@ from typing import Protocol
 
 from slipstream.engine.sequence import GenerationRequest, Timing
 from slipstream.errors import (
-    CancelledError,
     DeadlineError,
     InternalError,
     InvalidRequestError,
@@ -86,7 +85,7 @@ class Job:
         """Done when the engine has drawn the last token."""
         self._outbox = outbox
         self._work: asyncio.Task[None] | None = None
-        self._stopped = False
+        self._given_up: SlipstreamError | None = None
 
     def __str__(self) -> str:
         return str(self.request.id)
@@ -112,7 +111,7 @@ class Job:
     def abandon(self, error: SlipstreamError) -> None:
         """Report a failure and stop the work, in whatever state it is. Its resources return soon after."""
         self.fail(error)
-        self._stopped = True
+        self._given_up = self._given_up or error
         if self._work is not None:
             self._work.cancel()
 
@@ -120,14 +119,15 @@ class Job:
         """The whole life of the job; returns when everything has returned. Never raises, is never cancelled."""
         logs.request_id.set(str(self))
         loop = asyncio.get_running_loop()
-        error: SlipstreamError | None = None
-        if not self._stopped:
+        error = self._given_up
+        if error is None:
             self._work = asyncio.create_task(role.work(self))
             done, _ = await asyncio.wait({self._work}, timeout=max(0.0, self.deadline - loop.time()))
             if not done:
                 self.abandon(DeadlineError("the deadline passed on this replica; raise the timeout or lower the load"))
                 await asyncio.wait({self._work})
-            error = _outcome(self._work)
+            cut_off = self._given_up or InternalError("the work on this request was cut off")
+            error = cut_off if self._work.cancelled() else _outcome(self._work)
         if error is not None:
             self.fail(error)
         elif not self.told:
@@ -251,9 +251,7 @@ class Jobs:
 
 
 def _outcome(work: asyncio.Task[None]) -> SlipstreamError | None:
-    """Why ended work did not end well; a fault of ours is logged."""
-    if work.cancelled():
-        return CancelledError("the request was cancelled")
+    """Why work that has ended by itself did not end well; a fault of ours is logged."""
     error = work.exception()
     if error is None or isinstance(error, SlipstreamError):
         if isinstance(error, InternalError):

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from router.fakes import Plan
 from slipstream.block_hash import content_hash
 from slipstream.checkpoint import DEMO
 from slipstream.text.chat import ChatTemplate
 from slipstream.types import FinishReason, Role
+from tests.support.fake_workers import Plan
 from tests.support.scripted_router import CHECKPOINT, CONTEXT, EOS, MODEL, Front, Later, front
 
 PAD = CHECKPOINT.image_token_id

@@ -12,11 +12,11 @@ import httpx
 import openai
 import pytest
 
-from router.fakes import Plan, Seen
 from slipstream.checkpoint import DEMO
 from slipstream.text.tokenizer import Tokenizer
 from slipstream.types import Role
 from slipstream.v1 import worker_pb2 as pb
+from tests.support.fake_workers import Plan, Seen
 from tests.support.scripted_router import MODEL, Front, Later, Streamed, ask_raw, events, front
 
 LONG = tuple(

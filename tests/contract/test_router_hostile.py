@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from router.dispatch import Row
-from router.fakes import FakeWorker, Plan, Script
 from router.prompt import PictureBytes, PromptBuilder, Share
 from router.service import PROMPT_THREADS
 from router.workers import WorkerLink
@@ -24,6 +23,7 @@ from slipstream.errors import CancelledError, SlipstreamError
 from slipstream.text.tokenizer import Tokenizer
 from slipstream.types import Role
 from slipstream.v1 import worker_pb2 as pb
+from tests.support.fake_workers import FakeWorker, Plan, Script
 from tests.support.scripted_router import (
     CHAT,
     CHECKPOINT,

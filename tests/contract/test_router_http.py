@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from router.fakes import Plan
 from slipstream.types import Role
+from tests.support.fake_workers import Plan
 from tests.support.scripted_router import (
     CHAT,
     COMPLETIONS,

@@ -13,11 +13,11 @@ import httpx
 import pytest
 
 from launch.child import ChildProcess
-from router.fakes import Plan
 from slipstream.checkpoint import DEMO
 from slipstream.errors import LaunchError
 from slipstream.text.tokenizer import Tokenizer
 from slipstream.types import Role
+from tests.support.fake_workers import Plan
 from tests.support.scripted_router import Front, Later
 from tests.support.scripted_workers import Stage
 

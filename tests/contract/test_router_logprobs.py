@@ -11,10 +11,10 @@ from typing import Any
 import openai
 import pytest
 
-from router.fakes import Seen
 from slipstream.checkpoint import DEMO
 from slipstream.types import Role
 from slipstream.v1 import worker_pb2 as pb
+from tests.support.fake_workers import Seen
 from tests.support.scripted_router import EOS, MODEL, Front, Later, front
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from router.fakes import Plan
+from tests.support.fake_workers import Plan
 from tests.support.scripted_router import (
     CHAT,
     CHECKPOINT,

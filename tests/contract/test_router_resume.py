@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from router.fakes import Plan
 from slipstream.checkpoint import DEMO
 from slipstream.text.tokenizer import Tokenizer
 from slipstream.types import Role
 from slipstream.v1 import worker_pb2 as pb
+from tests.support.fake_workers import Plan
 from tests.support.scripted_router import Front, Later, ask_raw, front
 
 WORDS = "The quick brown fox jumps over the lazy dog, and a purple triangle is in row two. "

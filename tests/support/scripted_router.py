@@ -19,11 +19,11 @@ import httpx
 from PIL import Image
 
 from launch.child import ChildProcess
-from router.fakes import FakeWorker, Plan, Seen
 from slipstream import checkpoint
 from slipstream.checkpoint import DEMO
 from slipstream.text.tokenizer import Tokenizer
 from slipstream.types import Role
+from tests.support.fake_workers import FakeWorker, Plan, Seen
 from tests.support.scripted_workers import Stage
 
 MODEL = "demo_model"

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from router.fakes import FakeDirectory, FakeWorker, Plan, Script, Seen
 from slipstream.types import Role
+from tests.support.fake_workers import FakeDirectory, FakeWorker, Plan, Script, Seen
 
 T = TypeVar("T")
 WAIT_SECONDS = 10.0

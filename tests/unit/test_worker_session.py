@@ -232,6 +232,8 @@ async def test_the_deadline_is_the_workers_business(rig: Rig) -> None:
     assert (await rig.failure()).code == pb.ERROR_CODE_DEADLINE
     await rig.all_gone()
     assert rig.role.cleaned[0][0] == "r1"
+    await asyncio.wait_for(rig.role.cleaned_one.wait(), 5)
+    assert [getattr(error, "code", None) for _, error in rig.role.cleaned] == ["deadline_exceeded"], "a peer is told the reason"
 
 
 @pytest.mark.parametrize(("content_hash", "height", "field"), [(b"short", 2, "hash"), (bytes(16), 0, "grid")])
