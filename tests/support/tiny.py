@@ -55,7 +55,7 @@ def write_wide(folder: Path) -> Path:
     sizes = {**_TEXT_3_5, "vocab_size": 1920, "num_attention_heads": 8, "head_dim": 16, "linear_num_value_heads": 8}
     config = transformers.Qwen3_5TextConfig(**sizes, tie_word_embeddings=True)
     torch.manual_seed(5)
-    model = transformers.Qwen3_5ForCausalLM(config).eval()
+    model: Any = transformers.Qwen3_5ForCausalLM(config)
     model.save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
     save_file({name.replace("model.", "model.language_model.", 1): tensor for name, tensor in weights.items()},
