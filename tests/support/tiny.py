@@ -52,7 +52,7 @@ NAMES = tuple(_MODELS)
 
 def write_wide(folder: Path) -> Path:
     """A text-only Qwen3.5 that TP8 cuts, with the weight names and the tokenizer of a served checkpoint."""
-    sizes = {**_TEXT_3_5, "vocab_size": 1920, "num_attention_heads": 8, "head_dim": 16, "linear_num_value_heads": 8}
+    sizes = {**_TEXT_3_5, "vocab_size": 1920, "num_attention_heads": 8, "linear_num_value_heads": 8}
     config = transformers.Qwen3_5TextConfig(**sizes, tie_word_embeddings=True)
     torch.manual_seed(5)
     model: Any = transformers.Qwen3_5ForCausalLM(config)
