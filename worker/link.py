@@ -197,6 +197,8 @@ class Follower(Generic[Down]):
             raise GangError(f"rank 0 at {host}:{port} left: {error}") from error
         if self.welcome.problem:
             raise GangError(f"rank 0 refused: {self.welcome.problem}")
+        self.own_address: str = self._wire.sock.getsockname()[0]
+        """Of this machine, on the way to rank 0."""
 
     def start(self) -> None:
         """Begin to be heard; from now on silence is a loss."""

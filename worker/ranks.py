@@ -81,7 +81,7 @@ def lead(place: Place, fingerprint: str, device: torch.device) -> tuple[GangLog,
     store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=MEET_SECONDS))
     leader.gather(MEET_SECONDS, store.port)
     log = GangLog(leader, _end)
-    return log, _meet(place, store, device)
+    return log, _meet(place, store, device, host)
 
 
 def follow(place: Place, fingerprint: str, device: torch.device) -> tuple[Follower[Down], Communicator]:
@@ -92,12 +92,12 @@ def follow(place: Place, fingerprint: str, device: torch.device) -> tuple[Follow
     link: Follower[Down] = Follower(host, port, hello, down=Down, timeout_seconds=MEET_SECONDS)
     link.start()
     store = TCPStore(host, link.welcome.store_port, is_master=False, timeout=timedelta(seconds=MEET_SECONDS))
-    return link, _meet(place, store, device)
+    return link, _meet(place, store, device, link.own_address)
 
 
-def _meet(place: Place, store: TCPStore, device: torch.device) -> Communicator:
+def _meet(place: Place, store: TCPStore, device: torch.device, address: str) -> Communicator:
     try:
-        return parallel.connect(place.shard, store, device, timedelta(seconds=STEP_SECONDS))
+        return parallel.connect(place.shard, store, device, timedelta(seconds=STEP_SECONDS), address=address)
     except RuntimeError as error:
         raise GangError(f"the ranks of this replica do not meet: {error}") from error
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -115,12 +115,25 @@ class Distributed:
         return x
 
 
-def connect(shard: Shard, store: Store, device: torch.device, timeout: timedelta) -> Distributed:
-    """Meet the other ranks of the replica at `store`, once in a process. Blocks until all are there; raises RuntimeError when
-    they are not within `timeout`, which is also that of every later call."""
-    tp, pp = shard.geometry.tp, shard.geometry.pp
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=shard.rank,
-                            world_size=shard.geometry.world, timeout=timeout)
-    stages = [dist.new_group([stage * tp + rank for rank in range(tp)], timeout=timeout) for stage in range(pp)]
-    chains = [dist.new_group([stage * tp + rank for stage in range(pp)], timeout=timeout) for rank in range(tp)]
-    return Distributed(shard, stages[shard.stage], chains[shard.tp_rank], device)
+def connect(shard: Shard, store: Store, device: torch.device, timeout: timedelta, *, address: str = "127.0.0.1") -> Distributed:
+    """Meet the other ranks of the replica at `store`. Blocks until all are there; raises RuntimeError when they are not within
+    `timeout`, which is also that of every later call. `address`: of this machine, as the other ranks reach it."""
+    stage = _group(f"stage {shard.stage}", store, shard.tp_rank, shard.tp, device, timeout, address)
+    chain = _group(f"chain {shard.tp_rank}", store, shard.stage, shard.geometry.pp, device, timeout, address)
+    return Distributed(shard, stage, chain, device)
+
+
+def _group(name: str, store: Store, rank: int, size: int, device: torch.device, timeout: timedelta, address: str) -> Any:
+    """A dist.ProcessGroup. Not torch's default one, nor a part of it: those are of the whole process, and gloo's guess at its
+    address is the host's name, which need not be one that others reach."""
+    torch_groups: Any = dist  # its stubs leave these classes out
+    own = torch_groups.PrefixStore(name, store)
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)
+        options = torch_groups.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return torch_groups.ProcessGroupNCCL(own, rank, size, options)
+    options = torch_groups.ProcessGroupGloo._Options()
+    options._devices = [torch_groups.ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = timeout
+    return torch_groups.ProcessGroupGloo(own, rank, size, options)
