@@ -10,7 +10,7 @@ STAMP := .venv/.slipstream-setup
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: help setup demo check test clean
+.PHONY: help setup demo check test test-system clean
 .DEFAULT_GOAL := help
 
 help:
@@ -18,6 +18,7 @@ help:
 	@echo "make demo    setup, then three questions to a split deployment on this machine"
 	@echo "make check   style, types, import rules, generated files, size"
 	@echo "make test    setup, then the tests that need neither root nor a GPU"
+	@echo "make test-system   setup, then the tests that need root (network namespaces)"
 	@echo "make clean   remove .venv and caches"
 
 setup: $(STAMP)
@@ -33,6 +34,9 @@ check: setup
 
 test: setup
 	@scripts/test
+
+test-system: setup
+	@scripts/test-system
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
