@@ -110,12 +110,43 @@ def chat(
         typer.echo(measures(answer), err=True)
 
 
+@app.command()
+def scale(
+    replicas: Annotated[list[str], typer.Argument(metavar="POOL=N...", help="How many replicas pools are to have.")],
+    url: Url = DEFAULT_URL,
+    supervisor: Annotated[str, typer.Option(help="Address of the supervisor; not given: the router knows it.")] = "",
+) -> None:
+    """Give pools of a running deployment other numbers of replicas, and wait for it.
+
+    What comes has to serve before anything goes; what goes drains first. No request is lost.
+    """
+    from launch import client, directory
+
+    wanted = {}
+    for one in replicas:
+        pool, _, count = one.partition("=")
+        if not pool or not count.isdigit():
+            raise ConfigError(f"{one!r}: write it as POOL=N, for example decode=3")
+        wanted[pool] = int(count)
+    address = supervisor or client.get(url, "/status").get("supervisor", "")
+    if not address:
+        raise ConfigError(f"the router at {url} has no supervisor: its workers were named with --worker")
+    for pool, now in directory.scale(address, wanted).items():
+        typer.echo(f"{pool} {now}")
+
+
 def _config(path: Path | None, overrides: list[str]) -> Config:
+    from launch.members import check_geometries
     from slipstream import checkpoint, config
 
     settings = config.load(path, overrides)
-    if not settings.ray.address:  # everything runs on this machine: a wrong model is found before anything starts
-        checkpoint.read(checkpoint.resolve(settings.model.path, config.hub_cache()))
+    try:  # what is wrong with the model, or with its cut, is found before anything starts
+        folder = checkpoint.resolve(settings.model.path, config.hub_cache())
+    except ConfigError:
+        if settings.ray.address:  # it need not lie on this node
+            return settings
+        raise
+    check_geometries(settings, checkpoint.read(folder))
     return settings
 
 

@@ -1,15 +1,26 @@
-"""The Directory service: tells routers which workers exist now. Knows neither Ray nor how a worker is started."""
+"""The Directory service: tells routers which workers exist now, and takes wishes for more or fewer. Knows neither Ray nor how
+a worker is started."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import grpc
+
+from slipstream.errors import LaunchError, SlipstreamError
+from slipstream.rpc.channel import OPTIONS
 from slipstream.types import Role
 from slipstream.v1 import directory_pb2 as pb
 from slipstream.v1 import directory_pb2_grpc, worker_pb2
+
+SCALE_SECONDS = 3600.0
+"""Longest wait for a scaling: the supervisor has shorter limits of its own."""
+
+Scale = Callable[[Mapping[str, int]], Awaitable[Mapping[str, int]]]
+"""Takes replicas by pool, returns those of every pool. Raises SlipstreamError."""
 
 _ROLES = {Role.PREFILL: worker_pb2.ROLE_PREFILL, Role.DECODE: worker_pb2.ROLE_DECODE}
 
@@ -27,7 +38,8 @@ class Endpoint:
 class Directory(directory_pb2_grpc.DirectoryServicer):
     """A set of endpoints that can be watched; belongs to one asyncio loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, scale: Scale) -> None:
+        self._scale = scale
         self._endpoints: dict[str, Endpoint] = {}
         self._changed = asyncio.Event()
         self._closed = False
@@ -54,6 +66,14 @@ class Directory(directory_pb2_grpc.DirectoryServicer):
             yield self._snapshot()
             await changed.wait()
 
+    async def Scale(self, request: pb.ScaleRequest, context: Any) -> pb.ScaleReply:  # noqa: N802 (gRPC's name)
+        """See Supervisor.scale."""
+        try:
+            return pb.ScaleReply(replicas=await self._scale(dict(request.replicas)))
+        except SlipstreamError as error:
+            await context.abort(grpc.StatusCode[error.grpc_status], error.message)
+            raise
+
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
@@ -63,3 +83,15 @@ class Directory(directory_pb2_grpc.DirectoryServicer):
             pb.Endpoint(replica_id=one.replica_id, role=_ROLES[one.role], address=one.address, epoch=one.epoch)
             for one in self._endpoints.values()
         ])
+
+
+def scale(address: str, replicas: Mapping[str, int]) -> dict[str, int]:
+    """Ask the supervisor at `address`; the replicas of every pool, once it is done. Raises LaunchError with its refusal."""
+    with grpc.insecure_channel(address, options=OPTIONS) as channel:
+        try:
+            reply = directory_pb2_grpc.DirectoryStub(channel).Scale(pb.ScaleRequest(replicas=replicas), timeout=SCALE_SECONDS)
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                raise LaunchError(f"the supervisor at {address}: {error.details()}") from error
+            raise LaunchError(str(error.details())) from error
+    return dict(reply.replicas)

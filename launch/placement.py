@@ -1,4 +1,4 @@
-"""Where processes run: a Ray session, and per process a placement group and an actor that holds it. Knows no role's logic.
+"""Where a replica's ranks, or a router, run: a placement group, and in it an actor beside each process. Knows no role's logic.
 
 Ray is imported inside functions: importing it changes the environment and the import path of the process.
 """
@@ -6,224 +6,165 @@ Ray is imported inside functions: importing it changes the environment and the i
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
-import logging
 import os
 import secrets
-import shutil
-import socket
-import subprocess
 import sys
-import tempfile
-import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launch import members, processes
+from launch import members
 from launch.child import ChildProcess, describe
 from launch.members import Member
+from launch.session import node_address
 from slipstream.errors import LaunchError, PlacementError, SlipstreamError
-from slipstream.rpc.server import split_address
+from slipstream.rpc.server import bound, join_address
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
-LONGEST_TEMP_PATH = 40
-"""Ray puts sockets below its folder, and a socket's path may have 107 bytes."""
-OBJECT_STORE_BYTES = 80 << 20
-"""Ray's least: no bytes of ours travel through its object store."""
-END_SECONDS = 10.0
-CONNECT_SECONDS = 5.0
 WAIT_SECONDS = 30.0
 ANSWER_SECONDS = 5.0
 """An actor that says nothing for so long is given up."""
-GPU_SECONDS = 60.0
-
-
-class Session:
-    """A connection to Ray. Without an address a cluster is started on this machine, and only that one is ever ended."""
-
-    def __init__(self, address: str, deployment: str, *, cpus: float, gpus: int) -> None:
-        """Blocks for some seconds. Raises LaunchError if no cluster answers at `address`, or none can be started."""
-        self._temp_dir: Path | None = None
-        os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-        os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"  # masks are set in `child_environment`
-        import ray
-
-        logging.getLogger("ray").setLevel(logging.ERROR)
-        quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "namespace": f"slipstream-{deployment}"}
-        try:
-            if address:
-                _check_reachable(address)
-                ray.init(address=address, **quiet)
-            else:
-                self._temp_dir = _short_temp_dir()
-                # Ray listens on every interface: only whoever holds this session's token may talk to it.
-                os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-                ray.init(address="local", num_cpus=_whole(cpus), num_gpus=gpus, include_dashboard=False,
-                         object_store_memory=OBJECT_STORE_BYTES, _temp_dir=str(self._temp_dir), **quiet)
-        except (RuntimeError, ConnectionError, OSError, ValueError) as error:
-            self.close()
-            place = f"join the Ray cluster at {address}" if address else "start Ray on this machine"
-            raise LaunchError(f"cannot {place}: {error}") from error
-
-    @property
-    def own_address(self) -> str:
-        """Of this machine, as the deployment's other nodes see it; loopback where there are none."""
-        return "127.0.0.1" if self._temp_dir is not None else _node_address()
-
-    @property
-    def is_local(self) -> bool:
-        """True: the whole deployment runs on this machine."""
-        return self._temp_dir is not None
-
-    def close(self) -> None:
-        """Leave the cluster; end it, with every process and file of it, if it was started here."""
-        import ray
-
-        started = processes.descendants(os.getpid()) if self.is_local else ()
-        if ray.is_initialized():
-            ray.shutdown()
-        if self._temp_dir is not None:
-            processes.end(started, END_SECONDS)
-            shutil.rmtree(self._temp_dir, ignore_errors=True)
-
-
-class Opening:
-    """A session that is being opened in a thread of its own, which nobody has to wait for should Ray hang.
-
-    The thread stays until `over` is set: the kernel ends Ray's processes together with the thread that started them.
-    """
-
-    def __init__(self, address: str, deployment: str, cpus: float, gpus: int, on_open: Callable[[], None]) -> None:
-        """`on_open` is called on the running event loop once it is open, or could not be opened."""
-        self._loop = asyncio.get_running_loop()
-        self._joins = bool(address)
-        self.session: asyncio.Future[Session] = self._loop.create_future()
-        self.session.add_done_callback(lambda _: on_open())
-        self.over = threading.Event()
-        opening = functools.partial(Session, address, deployment, cpus=cpus, gpus=gpus)
-        threading.Thread(target=self._run, args=(opening,), name="ray session", daemon=True).start()
-
-    async def opened(self, hurry: asyncio.Event) -> Session | None:
-        """The session, if there is one: one that is still being opened has to be open before it can be closed.
-
-        Only joining a cluster may hang, and what was not joined need not be left: `hurry` ends that wait.
-        """
-        hurried = asyncio.create_task(hurry.wait())
-        waited: set[asyncio.Future[Any]] = {self.session} | ({hurried} if self._joins else set())
-        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-        hurried.cancel()
-        if not self.session.done() or self.session.exception() is not None:
-            return None
-        return self.session.result()
-
-    def _run(self, opening: Callable[[], Session]) -> None:
-        try:
-            session = opening()
-        except Exception as error:
-            failure = error
-            self._tell(lambda: self.session.set_exception(failure))
-        else:
-            self._tell(lambda: self.session.set_result(session))
-        self.over.wait()
-
-    def _tell(self, action: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waited
-            self._loop.call_soon_threadsafe(lambda: None if self.session.cancelled() else action())
+RETRY_SECONDS = 0.5
+GANG_END_SECONDS = 5.0
+"""How long the other ranks of a replica may take to end after the first one."""
 
 
 class Place:
-    """Room that Ray keeps for one process, and the actor that holds the process of the moment.
+    """Room that Ray keeps for the processes of one member, and the actors that hold those of the moment, by rank.
 
-    Every coroutine raises LaunchError when the actor, its node or the cluster is lost.
+    Every coroutine raises LaunchError when an actor, its node or the cluster is lost.
     """
 
-    def __init__(self, member: Member, group: PlacementGroup, *, lifetime: str | None, host: Any = None, epoch: int = 0,
-                 adopted: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, member: Member, group: PlacementGroup, *, lifetime: str | None, hosts: Sequence[Any] = (),
+                 epoch: int = 0, adopted: Mapping[str, Any] | None = None) -> None:
         self.member = member
         self.group = group
         self.epoch = epoch
-        """Of the actor's process; 0 before the first one."""
+        """Of the actors' processes; 0 before the first ones."""
         self.adopted = adopted
-        """What Host.state said of a process that an earlier supervisor started."""
+        """What rank 0's Host.state said of processes that an earlier supervisor started."""
         self._lifetime = lifetime
-        self._host = host
+        self._hosts = list(hosts)
 
-    def new_host(self) -> None:
-        """Start an actor for the next epoch, in the background; one that was there is ended, and its process with it."""
+    def new_hosts(self) -> None:
+        """Start actors for the next epoch, in the background; those that were there end, and their processes with them."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self.kill()
         self.epoch += 1
-        options = {
-            "num_cpus": self.member.cpus, "num_gpus": self.member.gpus, "max_restarts": 0, "max_concurrency": 16,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=0),
-            "name": f"{self.member.name}/{self.epoch}", "lifetime": self._lifetime,
-        }
-        self._host = ray.remote(Host).options(**options).remote(self.member.name, self.member.identity)
+        member, share = self.member, dict(self.member.share)
+        for rank in range(member.world):
+            bundle = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=rank // member.tp)
+            options = {
+                "num_cpus": share["CPU"], "num_gpus": member.gpus, "max_restarts": 0, "max_concurrency": 16,
+                "resources": {key: value for key, value in share.items() if key not in ("CPU", "GPU")},
+                "scheduling_strategy": bundle, "name": host_name(member.name, self.epoch, rank), "lifetime": self._lifetime,
+            }
+            self._hosts.append(ray.remote(Host).options(**options).remote(member.title(rank), member.identity))
 
     @property
     def log(self) -> str:
         """Folder of an adopted process's log."""
         return str(Path(self.adopted["log"]).parent) if self.adopted is not None else ""
 
-    async def address(self) -> str:
-        """Of the node, as other nodes see it."""
-        return str(await self._result(self._host.address.remote()))
-
-    async def start(self, arguments: Sequence[str], log_path: Path) -> None:
-        """Start `python -m` with `arguments`."""
-        member = self.member
-        await self._result(self._host.start.remote(list(arguments), dict(member.env), member.gpus, str(log_path)))
+    async def start(self, directory: str, port: int, log_dir: Path, *, local: bool) -> None:
+        """Start `python -m` for every rank; `directory` and `port` as in Member.arguments."""
+        member, hosts = self.member, self._hosts
+        addresses = ["127.0.0.1"] * len(hosts) if local else await self._all(host.address.remote() for host in hosts)
+        master = str(await self._result(hosts[0].free_address.remote(addresses[0]))) if len(hosts) > 1 else ""
+        starts = []
+        for rank, (host, address) in enumerate(zip(hosts, addresses, strict=True)):
+            arguments = member.arguments(host=address, epoch=self.epoch, directory=directory, port=port, rank=rank,
+                                         master=master)
+            log = log_dir / f"{member.title(rank).replace(' ', '-')}.log"
+            starts.append(host.start.remote(arguments, dict(member.env), member.gpus, str(log)))
+        await self._all(starts)
 
     async def ready(self, timeout_seconds: float) -> dict[str, Any]:
-        """The process's ready line; LaunchError also when it ends first, or is late."""
-        fields: dict[str, Any] = await self._result(self._host.ready.remote(timeout_seconds))
-        return fields
+        """Rank 0's ready line; LaunchError also when any rank ends first, or is late."""
+        lines = await self._all(host.ready.remote(timeout_seconds) for host in self._hosts)
+        return dict(lines[0])
 
-    async def wait(self) -> int:
-        """The process's exit status, once it has ended."""
-        host = self._host  # `kill` may come between two waits
-        while (code := await self._result(host.wait.remote(WAIT_SECONDS))) is None:
-            pass
-        return int(code)
+    async def wait(self, gone: Callable[[], Awaitable[bool]]) -> str:
+        """How the processes ended, once one has; the others have ended then as well, or were ended.
+
+        `gone` is asked when rank 0's actor cannot be reached, whether its process serves no more. LaunchError then.
+        """
+        hosts = self._hosts  # `kill` may come between two waits
+        waits = [asyncio.create_task(self._status(host, gone if rank == 0 else None)) for rank, host in enumerate(hosts)]
+        try:
+            ended, left = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if left and all(one.exception() is None for one in ended):
+                ended, left = await asyncio.wait(waits, timeout=GANG_END_SECONDS)
+            if left:
+                await self._end([host for host, one in zip(hosts, waits, strict=True) if one in left])
+            # A signal came from outside; the other ranks end with a status, because of it.
+            code, rank = min((one.result(), rank) for rank, one in enumerate(waits) if one in ended)
+        finally:
+            for one in waits:
+                one.cancel()
+        return describe(code) + (f" of rank {rank}" if len(hosts) > 1 else "")
+
+    async def _status(self, host: Any, gone: Callable[[], Awaitable[bool]] | None) -> int:
+        """A process's exit status, once it has ended. Of other ranks than 0, a lost actor says nothing: rank 0 will."""
+        while True:
+            try:
+                if (code := await self._result(host.wait.remote(WAIT_SECONDS))) is not None:
+                    return int(code)
+            except LaunchError:
+                if gone is not None and await gone():
+                    raise
+                await asyncio.sleep(RETRY_SECONDS)
 
     async def tell(self, value: Any) -> None:
         """See ChildProcess.tell."""
-        await self._result(self._host.tell.remote(value))
+        await self._result(self._hosts[0].tell.remote(value))
 
     async def end(self) -> None:
-        """End the process at once; `wait` says so. An actor that does not answer is ended itself."""
-        if (host := self._host) is None:
-            return
-        try:
-            await asyncio.wait_for(self._result(host.end.remote()), ANSWER_SECONDS)
-        except (TimeoutError, LaunchError):
-            if self._host is host:  # else the next epoch has begun
-                self.kill()
+        """End the processes at once; `wait` says so. Actors that do not answer are ended themselves."""
+        await self._end(self._hosts)
 
-    async def stop(self, grace_seconds: float) -> int:
-        """Drain and end the process; its exit status."""
-        return int(await self._result(self._host.stop.remote(grace_seconds)))
-
-    def kill(self) -> None:
-        """End the actor at once; its process sees that and ends too."""
+    async def _end(self, hosts: Sequence[Any]) -> None:
         import ray
 
-        if self._host is not None:
-            ray.kill(self._host)
-            self._host = None
+        async def end(host: Any) -> None:
+            try:
+                await asyncio.wait_for(self._result(host.end.remote()), ANSWER_SECONDS)
+            except (TimeoutError, LaunchError):
+                if host in self._hosts:  # else the next epoch has begun
+                    ray.kill(host)
+
+        await asyncio.gather(*(end(host) for host in hosts))
+
+    async def stop(self, grace_seconds: float) -> int:
+        """Drain and end rank 0, which ends the others; 0, or an exit status that is not."""
+        codes = [await self._result(self._hosts[0].stop.remote(grace_seconds))]
+        others = self._hosts[1:]
+        waited = await self._all(host.wait.remote(GANG_END_SECONDS) for host in others)
+        late = [host for host, code in zip(others, waited, strict=True) if code is None]
+        codes += [code for code in waited if code is not None] + await self._all(host.stop.remote(0) for host in late)
+        return next((int(code) for code in codes if code), 0)
+
+    def kill(self) -> None:
+        """End the actors at once; their processes see that and end too."""
+        import ray
+
+        hosts, self._hosts = self._hosts, []
+        for host in hosts:
+            ray.kill(host)
 
     def release(self) -> None:
         """Give the room back."""
         from ray.util.placement_group import remove_placement_group
 
         remove_placement_group(self.group)
+
+    async def _all(self, references: Iterable[Awaitable[Any]]) -> list[Any]:
+        return list(await asyncio.gather(*(self._result(one) for one in references)))
 
     async def _result(self, reference: Awaitable[Any]) -> Any:
         import ray.exceptions
@@ -246,20 +187,29 @@ def reserve(wanted: Sequence[Member], left: Mapping[str, Place], deployment: str
     import ray
     from ray.util.placement_group import placement_group
 
-    new = {one.name: Place(one, placement_group([one.bundle], strategy="STRICT_PACK", lifetime=lifetime,
-                                                name=f"{prefix(deployment)}{one.name}/{secrets.token_hex(4)}"),
-                           lifetime=lifetime) for one in wanted if one.name not in left}
+    new = {}
+    for one in wanted:
+        if one.name not in left:
+            bundles = [one.bundle] * (one.world // one.tp)
+            group = placement_group(bundles, strategy="PACK", bundle_label_selector=[one.labels] * len(bundles),
+                                    lifetime=lifetime, name=f"{prefix(deployment)}{one.name}/{secrets.token_hex(4)}")
+            new[one.name] = Place(one, group, lifetime=lifetime)
     places = list(new.values())
     deadline = time.monotonic() + wait_seconds
     missing = [place for place in places if not place.group.wait(max(0.1, deadline - time.monotonic()))]
     if not missing:
         return [new.get(one.name) or left[one.name] for one in wanted]
-    nodes = {str(node["NodeManagerAddress"]): dict(node["Resources"]) for node in ray.nodes() if node["Alive"]}
-    member = missing[0].member
-    text = members.explain(member.name, member.bundle, nodes, ray.available_resources())
+    nodes = {str(node["NodeManagerAddress"]): members.Node(total=dict(node["Resources"]), labels=dict(node["Labels"]))
+             for node in ray.nodes() if node["Alive"]}
+    text = members.explain(missing[0].member, nodes, ray.available_resources())
     for place in places:
         place.release()
     raise PlacementError(f"{text} (waited {wait_seconds:g} s; see ray.placement_seconds)")
+
+
+def host_name(name: str, epoch: int, rank: int) -> str:
+    """Name of the actor of one process."""
+    return f"{name}/{epoch}/{rank}" if rank else f"{name}/{epoch}"
 
 
 def prefix(deployment: str) -> str:
@@ -277,7 +227,12 @@ class Host:
 
     def address(self) -> str:
         """Of this node, as the other nodes see it."""
-        return _node_address()
+        return node_address()
+
+    def free_address(self, host: str) -> str:
+        """An address of this node at which nobody listens now."""
+        with bound(join_address(host, 0), "--master") as listener:
+            return join_address(host, int(listener.getsockname()[1]))
 
     def start(self, arguments: Sequence[str], env: Mapping[str, str], gpus: int, log_path: str) -> int:
         """Start `python -P -m` with `arguments` (-P: no module of the current folder is taken for ours); its pid."""
@@ -321,43 +276,3 @@ class Host:
     def _started(self) -> ChildProcess:
         assert self._child is not None, "start comes first"
         return self._child
-
-
-def _node_address() -> str:
-    import ray
-
-    return str(ray.util.get_node_ip_address())
-
-
-def gpus_here() -> int:
-    """How many GPUs PyTorch can use on this machine. Asked in a process of its own: Ray's are forked from this one.
-
-    Raises PlacementError when PyTorch cannot say.
-    """
-    command = [sys.executable, "-P", "-c", "import torch; print(torch.cuda.device_count())"]
-    try:
-        said = subprocess.run(command, check=False, capture_output=True, text=True, timeout=GPU_SECONDS)
-    except subprocess.TimeoutExpired as error:
-        raise PlacementError(f"PyTorch did not say within {GPU_SECONDS:g} s how many GPUs this machine has") from error
-    if said.returncode:
-        why = (said.stderr.strip().splitlines() or [f"it ended with {describe(said.returncode)}"])[-1]
-        raise PlacementError(f"PyTorch cannot say how many GPUs this machine has: {why}")
-    return int(said.stdout.split()[-1])
-
-
-def _check_reachable(address: str) -> None:
-    """Ray itself tries for minutes and cannot be interrupted."""
-    if address != "auto":
-        with socket.create_connection(split_address(address), timeout=CONNECT_SECONDS):
-            pass
-
-
-def _short_temp_dir() -> Path:
-    parent, name = tempfile.gettempdir(), "slipstream-ray-"
-    if len(parent) + len(name) + 9 > LONGEST_TEMP_PATH:
-        parent = "/tmp"
-    return Path(tempfile.mkdtemp(prefix=name, dir=parent))
-
-
-def _whole(cpus: float) -> int:
-    return max(1, -int(-cpus // 1))

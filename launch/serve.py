@@ -59,7 +59,7 @@ async def _run(config: Config, console: Console, body: Body) -> int:
             status = 0
         else:
             metrics = f"; metrics: http://{supervisor.metrics_address}/metrics" if supervisor.metrics_address else ""
-            report(f"ready at {', '.join(urls)}; logs: {supervisor.log_dir}{metrics}")
+            report(f"ready at {', '.join(urls)}; logs: {supervisor.log_dir}; supervisor: {supervisor.address}{metrics}")
             status = await body(urls, stop)
     finally:
         if not await supervisor.stop(hurry):

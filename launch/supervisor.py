@@ -1,66 +1,39 @@
-"""Keeps a deployment alive: places its processes, waits until they serve, restarts those that die, drains and ends them.
+"""A deployment: places its replicas and routers, waits until they serve, changes their number, drains and ends them.
 
-Knows nothing of tokens or requests; what runs where is `launch.placement`'s business.
+Knows nothing of tokens or requests; what runs where is `launch.placement`'s business, each member's life `launch.keeper`'s.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import grpc.aio
 from prometheus_client import CollectorRegistry
 
-from launch import client, placement, probe, takeover
-from launch.child import describe
-from launch.directory import Directory, Endpoint
+from launch import placement, session, takeover
+from launch.directory import Directory
+from launch.keeper import Deployment, Keeper
 from launch.members import Member, check_room, members
+from slipstream import config as config_module
 from slipstream.config import Config
-from slipstream.errors import ConfigError, LaunchError, SlipstreamError
+from slipstream.errors import ConfigError, LaunchError, UnavailableError
 from slipstream.observability.supervisor_metrics import SupervisorMetrics
-from slipstream.rpc.server import join_address, listen, new_server, split_address
+from slipstream.rpc.server import join_address, listen, new_server
 from slipstream.v1 import directory_pb2_grpc
 from worker.metrics import MetricsServer, metrics_target, reachable
 
 WORKER_STOP_SECONDS = 10.0
-FIRST_BACKOFF_SECONDS = 0.5
-LAST_BACKOFF_SECONDS = 30.0
-STEADY_SECONDS = 60.0
-"""A process that served this long starts again after the first pause."""
+AFTER_DRAIN_SECONDS = 5.0
+"""How long a process may take to end once it has drained."""
 SCRATCH = "slipstream-logs-"
 """What the names of log folders begin with that nobody asked for."""
-
-
-def next_pause(last_seconds: float, served_seconds: float) -> float:
-    """Pause before a process starts again: it doubles from start to start until one has served for STEADY_SECONDS."""
-    if served_seconds > STEADY_SECONDS:
-        return FIRST_BACKOFF_SECONDS
-    return min(max(2 * last_seconds, FIRST_BACKOFF_SECONDS), LAST_BACKOFF_SECONDS)
-
-
-@dataclass
-class _Running:
-    """A process that Ray has placed, as the supervisor sees it."""
-
-    place: placement.Place
-    port: int = 0
-    """Where a router listened: the next epoch listens there again."""
-    ready: dict[str, Any] | None = None
-    """Its ready line; None while it does not serve."""
-    since: float = 0.0
-    given_up: bool = False
-    """Its probes had it killed."""
-
-    @property
-    def member(self) -> Member:
-        return self.place.member
 
 
 class Supervisor:
@@ -71,42 +44,53 @@ class Supervisor:
         """`on_ray` is called on the event loop once Ray has started, which takes signal handlers of its own; `on_lost` when
         another supervisor has taken the deployment over: `stop` leaves the processes to it then."""
         self._on_ray, self._on_lost = on_ray, on_lost
-        self._claim: takeover.Claim | None = None
         self._renewal: asyncio.Task[None] | None = None
         self._leave = False
         """True: `stop` ends no process."""
-        self._config = config
+        self._config = self._configured = config
+        self._gpus = 0  # of this machine, where Ray is started here
         self._report = report
         self._members = members(config)
-        self._directory = Directory()
         self._server: grpc.aio.Server | None = None
-        self._opening: placement.Opening | None = None
-        self._running: list[_Running] = []
-        self._keepers: list[asyncio.Task[None]] = []
-        self._stopping = False
-        self._local = True
-        self._directory_address = ""
+        self._opening: session.Opening | None = None
+        self._keepers: list[Keeper] = []
         self._failed = self._adopted = False
+        self._serving = False
+        self._scaling = asyncio.Lock()
+        self._scales: set[asyncio.Task[dict[str, int]]] = set()
+        self._launches: list[asyncio.Task[None]] = []
         self.metrics_address = ""
         """Where GET /metrics is answered; empty: nowhere."""
-        self._metrics = SupervisorMetrics(CollectorRegistry(), [one.kind for one in self._members], self._serving)
+        self._metrics = SupervisorMetrics(CollectorRegistry(), [one.kind for one in self._members], lambda: [
+            one.member.kind for one in self._keepers if one.ready is not None])
         self._metrics_server = MetricsServer(self._metrics.registry)
-        self.log_dir = Path(config.ray.log_dir or tempfile.mkdtemp(prefix=SCRATCH)).absolute()
-        self.log_dir.mkdir(parents=True, exist_ok=True)
+        log_dir = Path(config.ray.log_dir or tempfile.mkdtemp(prefix=SCRATCH)).absolute()
+        log_dir.mkdir(parents=True, exist_ok=True)
+        self._deployment = Deployment(config=config, report=report, log_dir=log_dir, metrics=self._metrics,
+                                      directory=Directory(self.scale))
 
     @property
     def urls(self) -> tuple[str, ...]:
         """HTTP addresses of the routers that serve."""
-        routers = [one for one in self._running if one.member.role is None]
-        return tuple(f"http://{one.ready['http']}" for one in routers if one.ready is not None)
+        return tuple(f"http://{one.where}" for one in self._routers() if one.ready is not None)
+
+    @property
+    def address(self) -> str:
+        """Where its Directory is served."""
+        return self._deployment.directory_address
+
+    @property
+    def log_dir(self) -> Path:
+        """Folder of the processes' logs."""
+        return self._deployment.log_dir
 
     def waiting_for(self) -> list[str]:
-        """Names of the processes that do not serve yet."""
-        served = {one.member.name for one in self._running if one.ready is not None}
+        """Names of what does not serve yet."""
+        served = {one.member.name for one in self._keepers if one.ready is not None}
         return [member.name for member in self._members if member.name not in served]
 
-    def _serving(self) -> Iterable[str]:
-        return [one.member.kind for one in self._running if one.ready is not None]
+    def _routers(self) -> list[Keeper]:
+        return [one for one in self._keepers if one.member.role is None]
 
     async def start(self) -> tuple[str, ...]:
         """Start everything and return the routers' URLs once each of them can take requests.
@@ -116,20 +100,16 @@ class Supervisor:
         deadline = time.monotonic() + self._config.ray.start_seconds
         try:
             await self._place()
-            new = [one for one in self._running if one.place.adopted is None]
-            self._keep_all(one for one in self._running if one.place.adopted is not None)
-            launches = [asyncio.create_task(self._launch(one, deadline)) for one in new]
-            try:
-                await asyncio.gather(*launches)
-            finally:
-                for launch in launches:
-                    launch.cancel()
-            self._keep_all(new)
-            await asyncio.gather(*(self._healthy(one, deadline) for one in self._running if one.member.role is None))
+            for one in self._keepers:
+                if one.place.adopted is not None:
+                    one.keep()
+            await self._launch([one for one in self._keepers if one.place.adopted is None], deadline)
+            await asyncio.gather(*(one.healthy(deadline) for one in self._routers()))
         except Exception:
             self._failed = True
             self._leave |= self._adopted
             raise
+        self._serving = True
         return self.urls
 
     async def stop(self, hurry: asyncio.Event) -> bool:
@@ -137,12 +117,11 @@ class Supervisor:
 
         Setting `hurry`, at any time, ends what is left without draining. True: every process ended in order.
         """
-        self._stopping = True
-        if self._claim is not None and self._claim.held and not self._leave:
-            self._leave = not await self._claim.renew()
-        routers = [one for one in self._running if one.member.role is None]
-        workers = [one for one in self._running if one.member.role is not None]
-        draining = asyncio.create_task(self._drain(*([], []) if self._leave else (routers, workers)))
+        self._deployment.stopping = True
+        claim = self._deployment.claim
+        if claim is not None and claim.held and not self._leave:
+            self._leave = not await claim.renew()
+        draining = asyncio.create_task(self._drain())
         hurried = asyncio.create_task(hurry.wait())
         await asyncio.wait({draining, hurried}, return_when=asyncio.FIRST_COMPLETED)
         hurried.cancel()
@@ -157,36 +136,48 @@ class Supervisor:
     # -- starting ----------------------------------------------------------------------------------------------------
 
     async def _place(self) -> None:
-        config = self._config.ray
-        gpus = sum(one.gpus for one in self._members)
-        cpus = config.cpus or sum(one.cpus for one in self._members)
+        config, shared = self._config.ray, self._deployment
         if not config.address:
-            check_room(self._members, cpus, await asyncio.to_thread(placement.gpus_here) if gpus else 0)
+            self._gpus = await asyncio.to_thread(session.gpus_here) if any(one.gpus for one in self._members) else 0
+            check_room(self._members, config.cpus or math.inf, self._gpus)
         self._report(f"joining the Ray cluster at {config.address}" if config.address else "starting Ray on this machine")
-        self._opening = placement.Opening(config.address, config.deployment, cpus, gpus, self._on_ray)
-        session = await asyncio.shield(self._opening.session)
-        self._local = session.is_local
-        await self._serve_metrics(session)
-        left = {} if self._local else await self._take_over()
-        places = await asyncio.to_thread(placement.reserve, self._members, left, config.deployment, config.placement_seconds,
-                                         lifetime=None if self._local else "detached")
-        self._running = [_Running(place) for place in places]
+        self._opening = session.Opening(config.address, config.deployment, config.cpus or session.MANY_CPUS, self._gpus,
+                                        self._on_ray)
+        ray = await asyncio.shield(self._opening.session)
+        shared.is_local = ray.is_local
+        await self._serve_metrics(ray)
+        left = {} if ray.is_local else await self._take_over()
+        self._keepers = await self._reserve(self._members, left)
         self._server = new_server()  # not before Ray forked its processes: gRPC's threads and fork do not mix
-        directory_pb2_grpc.add_DirectoryServicer_to_server(self._directory, self._server)
-        self._directory_address = await listen(self._server, join_address(session.own_address, 0))
-        adopted = [one for one in self._running if one.place.adopted is not None]
+        directory_pb2_grpc.add_DirectoryServicer_to_server(shared.directory, self._server)
+        shared.directory_address = await listen(self._server, join_address(ray.own_address, 0))
+        adopted = [one for one in self._keepers if one.place.adopted is not None]
         for one in adopted:
-            assert one.place.adopted is not None
-            self._serves(one, one.place.adopted["ready"])
-            self._metrics.adopted(one.member.kind)
-            self._report(f"{one.member.name} goes on at {_where(one)} (pid {one.place.adopted['ready']['pid']})")
+            one.adopt()
         for one in adopted:  # now that the Directory is complete
             if one.member.role is None:
                 with contextlib.suppress(LaunchError):  # it has just ended; its keeper finds that
-                    await one.place.tell({"directory": self._directory_address})
+                    await one.place.tell({"directory": shared.directory_address})
 
-    async def _serve_metrics(self, session: placement.Session) -> None:
-        wanted, here = self._config.ray.metrics_listen, join_address(session.own_address, 0)
+    async def _reserve(self, wanted: Sequence[Member], left: Mapping[str, placement.Place]) -> list[Keeper]:
+        config, lifetime = self._config.ray, None if self._deployment.is_local else "detached"
+        places = await asyncio.to_thread(placement.reserve, wanted, left, config.deployment, config.placement_seconds,
+                                         lifetime=lifetime)
+        return [Keeper(self._deployment, place) for place in places]
+
+    async def _launch(self, new: Sequence[Keeper], deadline: float) -> None:
+        """Start all of them, and keep them once they serve."""
+        self._launches = [asyncio.create_task(one.launch(deadline)) for one in new]
+        try:
+            await asyncio.gather(*self._launches)
+        finally:
+            for launch in self._launches:
+                launch.cancel()
+        for one in new:
+            one.keep()
+
+    async def _serve_metrics(self, ray: session.Session) -> None:
+        wanted, here = self._config.ray.metrics_listen, join_address(ray.own_address, 0)
         if target := metrics_target(here, None if wanted == "auto" else wanted):
             try:
                 self.metrics_address = reachable(await self._metrics_server.listen(target), here, here)
@@ -195,165 +186,102 @@ class Supervisor:
                                   field="ray.metrics_listen") from error
 
     async def _take_over(self) -> dict[str, placement.Place]:
-        """Become the deployment's only supervisor; the processes of an earlier one that can be kept."""
-        deployment = self._config.ray.deployment
-        self._claim = claim = takeover.Claim(deployment)
+        """Become the deployment's only supervisor; what an earlier one left and can be kept."""
+        deployment, shared = self._config.ray.deployment, self._deployment
+        shared.claim = claim = takeover.Claim(deployment)
         await claim.take()
-        self._renewal = self._guard(self._renew(claim), "renew the lease")
+        shared.epochs = claim.epochs
+        self._renewal = shared.guard(self._renew(claim), "renew the lease")
         self._adopted = True  # until we know better: whatever goes wrong now, what serves goes on
+        # A number that was changed in the configuration since is newer than the one it was scaled to.
+        self._want(config_module.scaled(self._config, {
+            pool: after for pool, (before, after) in claim.scaled.items()
+            if pool in self._config.pools and self._config.pools[pool].replicas == before}))
         left = await asyncio.to_thread(takeover.take_over, deployment, self._members, WORKER_STOP_SECONDS, claim.epochs)
         self._adopted = bool(left)
         if left and not self._config.ray.log_dir:
-            shutil.rmtree(self.log_dir)
-            self.log_dir = Path(next(iter(left.values())).log)
-            self.log_dir.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(shared.log_dir)
+            shared.log_dir = Path(next(iter(left.values())).log)
+            shared.log_dir.mkdir(parents=True, exist_ok=True)
         return left
 
     async def _renew(self, claim: takeover.Claim) -> None:
         await claim.keep()
         self._report("another supervisor has taken this deployment over; leaving it to that one")
-        self._leave = self._stopping = True
+        self._leave = self._deployment.stopping = True
         self._on_lost()
 
-    async def _launch(self, one: _Running, deadline: float) -> None:
-        """Start the next epoch of a process and wait until it serves."""
-        member, started = one.member, time.monotonic()
-        if (claim := self._claim) is not None:  # the lease knows the epoch before the process exists
-            one.place.epoch = max(one.place.epoch, claim.epochs.get(member.name, 0))
-            claim.epochs[member.name] = one.place.epoch + 1
-            if not await claim.renew():
-                raise LaunchError("the deployment is another supervisor's now")
-        one.place.new_host()
-        one.given_up = False
-        try:
-            async with asyncio.timeout(max(1.0, deadline - started)):
-                host = "127.0.0.1" if self._local else await one.place.address()
-                arguments = member.arguments(host=host, epoch=one.place.epoch, directory=self._directory_address, port=one.port)
-                await one.place.start(arguments, self.log_dir / f"{member.name}.log")
-        except TimeoutError as error:
-            raise LaunchError(f"Ray gave {member.name} no room for {deadline - started:.0f} s: its node is gone, and no other "
-                              "has room for it") from error
-        ready = await one.place.ready(max(1.0, deadline - time.monotonic()))
-        self._serves(one, ready)
-        self._report(f"{member.name} serves at {_where(one)} (pid {ready['pid']}, {one.since - started:.1f} s)")
+    # -- scaling -----------------------------------------------------------------------------------------------------
 
-    def _serves(self, one: _Running, ready: dict[str, Any]) -> None:
-        one.ready, one.since = ready, time.monotonic()
-        if one.member.role is None:
-            one.port = split_address(ready["http"])[1]
-        else:
-            self._directory.put(Endpoint(replica_id=one.member.name, role=one.member.role, address=ready["address"],
-                                         epoch=one.place.epoch))
+    async def scale(self, replicas: Mapping[str, int]) -> dict[str, int]:
+        """Give pools other numbers of replicas; those of every pool, once what came serves and what left has drained.
 
-    async def _healthy(self, one: _Running, deadline: float) -> None:
-        """Wait until a router has found its workers; one that was adopted may be ending, and is started again."""
-        while True:
-            problem = await asyncio.to_thread(client.health, one.ready["http"]) if one.ready is not None else "it has ended"
-            if not problem and one.ready is not None:
-                return
-            if time.monotonic() > deadline:
-                raise LaunchError(f"{one.member.name} is not healthy after {self._config.ray.start_seconds:.0f} s: {problem}")
-            await asyncio.sleep(0.05)
+        What comes comes first: if it does not serve, nothing has changed. Raises ConfigError, PlacementError, LaunchError and,
+        while the deployment starts or ends, UnavailableError.
+        """
+        if not self._serving or self._deployment.stopping:
+            raise UnavailableError("the deployment is not up: it is starting or ending", retry_after_seconds=1.0)
+        task = asyncio.create_task(self._scale(replicas))  # whoever asked may go away
+        self._scales.add(task)
+        task.add_done_callback(self._scales.discard)
+        return await asyncio.shield(task)
 
-    # -- keeping -----------------------------------------------------------------------------------------------------
-
-    def _keep_all(self, some: Iterable[_Running]) -> None:
-        for one in some:
-            self._keepers += [self._guard(self._keep(one), f"keep {one.member.name}"),
-                              self._guard(self._probe(one), f"probe {one.member.name}")]
-
-    def _guard(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """A task whose failure is told."""
-        def ended(task: asyncio.Task[None]) -> None:
-            if not task.cancelled() and (error := task.exception()) is not None:
-                self._report(f"cannot {name} any more, a fault of ours: {error!r}")
-
-        task = asyncio.create_task(work, name=name)
-        task.add_done_callback(ended)
-        return task
-
-    async def _keep(self, one: _Running) -> None:
-        """Restart a process whenever it ends, with a new epoch and, if it keeps ending, growing pauses."""
-        pause = 0.0
-        while not self._stopping:
-            how = await self._ended(one)
-            if self._stopping:
-                return
-            reason = "failed_start" if one.ready is None else "unresponsive" if one.given_up else "ended"
-            pause = next_pause(pause, time.monotonic() - one.since if one.ready is not None else 0.0)
-            one.ready = None
-            self._directory.remove(one.member.name)
-            self._report(f"{one.member.name} ended with {how}; starting epoch {one.place.epoch + 1} in {pause:g} s")
-            await asyncio.sleep(pause)
-            self._metrics.restarted(one.member.kind, reason)
+    async def _scale(self, replicas: Mapping[str, int]) -> dict[str, int]:
+        async with self._scaling:
+            wanted = config_module.scaled(self._config, replicas)
+            goal, have = members(wanted), {one.member.name for one in self._keepers}
+            if self._deployment.is_local:
+                check_room(goal, wanted.ray.cpus or math.inf, self._gpus)
+            new = await self._reserve([one for one in goal if one.name not in have], {})
             try:
-                await self._launch(one, time.monotonic() + self._config.ray.start_seconds)
-            except Exception as error:
-                self._report(f"{one.member.name} did not start: {error if isinstance(error, SlipstreamError) else repr(error)}")
-                await one.place.end()  # one that hangs would outlive its actor
-                one.place.kill()
+                await self._launch(new, time.monotonic() + wanted.ray.start_seconds)
+            except BaseException as error:
+                if not self._leave:
+                    await asyncio.gather(*(one.remove(0.0) for one in new))
+                if isinstance(error, asyncio.CancelledError) and self._deployment.stopping:
+                    raise UnavailableError("the deployment is ending") from error
+                raise
+            names = {one.name for one in goal}
+            gone = [one for one in self._keepers if one.member.name not in names]
+            self._keepers = [one for one in self._keepers if one not in gone] + new
+            self._want(wanted)
+            self._report(f"scaled to {', '.join(f'{name} {pool.replicas}' for name, pool in wanted.pools.items())}")
+            if (claim := self._deployment.claim) is not None:
+                claim.scaled = {name: (self._configured.pools[name].replicas, pool.replicas)
+                                for name, pool in wanted.pools.items()}
+                await claim.renew()
+            await asyncio.gather(*(one.remove(wanted.router.drain_seconds + AFTER_DRAIN_SECONDS) for one in gone))
+            return {name: pool.replicas for name, pool in wanted.pools.items()}
 
-    async def _probe(self, one: _Running) -> None:
-        """Kill a process that does not answer, or says that it cannot serve; `_keep` starts it again."""
-        period = self._config.ray.unresponsive_seconds / probe.STRIKES
-        strikes, asked = 0, one.ready
-        while True:
-            pause = asyncio.create_task(asyncio.sleep(period))
-            finding = await probe.process(one.ready, period) if one.ready is not None else probe.Finding.FINE
-            await pause
-            strikes = probe.count(strikes, finding) if one.ready is asked else 0
-            asked = one.ready
-            if strikes >= probe.STRIKES and not self._stopping:
-                silent = f"has not answered for {self._config.ray.unresponsive_seconds:g} s"
-                wrong = "says that it cannot serve (its log says why)"
-                self._report(f"{one.member.name} {wrong if finding is probe.Finding.WRONG else silent}; killing it")
-                strikes, one.given_up = 0, True
-                await one.place.end()
-
-    async def _ended(self, one: _Running) -> str:
-        """Wait for the end of a process; says how it ended. One whose actor cannot be reached is at its end when it answers no
-        probe either: it ends with its actor, but need not end when Ray loses sight of that for a moment."""
-        if one.ready is None:
-            return "a failed start"
-        while True:
-            try:
-                return describe(await one.place.wait())
-            except LaunchError as error:
-                if await probe.process(one.ready, placement.ANSWER_SECONDS) is not probe.Finding.FINE:
-                    return f"an error: {error}"
-            await asyncio.sleep(FIRST_BACKOFF_SECONDS)
+    def _want(self, config: Config) -> None:
+        self._config, self._members = config, members(config)
+        self._metrics.wants(one.kind for one in self._members)
 
     # -- ending ------------------------------------------------------------------------------------------------------
 
-    async def _drain(self, routers: Sequence[_Running], workers: Sequence[_Running]) -> None:
-        await asyncio.gather(*(self._end(one, self._config.router.drain_seconds + 5) for one in routers))
-        await asyncio.gather(*(self._end(one, WORKER_STOP_SECONDS) for one in workers))
-
-    async def _end(self, one: _Running, grace_seconds: float) -> None:
-        if one.ready is None:
+    async def _drain(self) -> None:
+        for launch in self._launches:
+            launch.cancel()
+        if self._leave:
             return
-        self._directory.remove(one.member.name)
-        try:
-            code = await one.place.stop(grace_seconds)
-        except LaunchError as error:
-            self._failed = True
-            self._report(f"{one.member.name} could not be stopped in order: {error}")
-            return
-        if code:
-            self._failed = True
-            self._report(f"{one.member.name} ended with {describe(code)}")
+        await asyncio.gather(*self._scales, return_exceptions=True)
+        workers = [one for one in self._keepers if one.member.role is not None]
+        for some, seconds in ((self._routers(), self._config.router.drain_seconds + AFTER_DRAIN_SECONDS),
+                              (workers, WORKER_STOP_SECONDS)):
+            ended = await asyncio.gather(*(one.end(seconds) for one in some))
+            self._failed |= not all(ended)
 
     async def _close(self, hurry: asyncio.Event, *, keep_logs: bool) -> None:
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
-        self._directory.close()
+        for scale in self._scales:
+            scale.cancel()
+        await asyncio.gather(*self._scales, *(one.close() for one in self._keepers), return_exceptions=True)
+        self._deployment.directory.close()
         self._metrics_server.close()
         if self._server is not None:
             await self._server.stop(grace=0.2)
-        session = await self._opening.opened(hurry) if self._opening is not None else None
-        if session is not None:
-            await self._give_back(session, 0.0 if hurry.is_set() else WORKER_STOP_SECONDS)
+        ray = await self._opening.opened(hurry) if self._opening is not None else None
+        if ray is not None:
+            await self._give_back(ray, 0.0 if hurry.is_set() else WORKER_STOP_SECONDS)
         if self._leave:
             self._report(f"what serves goes on; logs: {self.log_dir}")
             return
@@ -362,9 +290,9 @@ class Supervisor:
         elif not self._config.ray.log_dir and self.log_dir.name.startswith(SCRATCH):
             shutil.rmtree(self.log_dir, ignore_errors=True)
 
-    async def _give_back(self, session: placement.Session, grace_seconds: float) -> None:
+    async def _give_back(self, ray: session.Session, grace_seconds: float) -> None:
         """Leave the cluster as it was, unless the processes are to go on; the lease is ours until the end of that."""
-        claim = self._claim
+        claim = self._deployment.claim
         try:
             if claim is not None and not self._leave and await claim.renew() and (claim.held or not claim.epochs):
                 await asyncio.to_thread(takeover.take_over, self._config.ray.deployment, (), grace_seconds, {})
@@ -377,9 +305,4 @@ class Supervisor:
         finally:
             if self._renewal is not None:
                 self._renewal.cancel()
-            await asyncio.to_thread(session.close)
-
-
-def _where(one: _Running) -> str:
-    assert one.ready is not None
-    return str(one.ready["address"] if one.member.role is not None else one.ready["http"])
+            await asyncio.to_thread(ray.close)

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launch.members import Member
-from launch.placement import ANSWER_SECONDS, Place, prefix
+from launch.placement import ANSWER_SECONDS, Place, host_name, prefix
 from slipstream.errors import LaunchError
 
 LEASE = "lease"
@@ -35,24 +35,27 @@ def take_over(deployment: str, wanted: Sequence[Member], grace_seconds: float, e
 
     groups = {key: get_placement_group(row["name"]) for key, row in placement_group_table().items()
               if row["name"].startswith(prefix(deployment)) and row["state"] != "REMOVED"}
-    named = {one.name: one for one in wanted}
     hosts = {}
     for name in ray.util.list_named_actors():
         with contextlib.suppress(ValueError):  # it has just ended
             if name != LEASE:
                 hosts[name] = ray.get_actor(name)
+    states: dict[str, tuple[Any, dict[str, Any] | None]] = {
+        name: (hosts[name], state) for name, state in _states(hosts).items()}
+    named = {one.name: one for one in wanted}
     found: dict[str, Place] = {}
-    surplus = []
-    for name, (host, state) in _states(hosts).items():
-        who, _, epoch = name.rpartition("/")
-        epochs[who] = max(epochs.get(who, 0), int(epoch))
-        member = named.get(who)
-        if member is not None and who not in found and state is not None and state["ready"] is not None \
-                and state["identity"] == member.identity and state.get("group") in groups:
-            found[who] = Place(member, groups.pop(state["group"]), lifetime="detached", host=host, epoch=int(epoch),
-                               adopted=state)
-        else:
-            surplus.append((host, state))
+    started = {(who, int(epoch)) for who, epoch, *_ in (name.split("/") for name in hosts)}
+    for who, epoch in sorted(started, key=lambda one: -one[1]):
+        epochs[who] = max(epochs.get(who, 0), epoch)
+        if who in found or (member := named.get(who)) is None:
+            continue
+        own = [states.get(host_name(who, epoch, rank), (None, None)) for rank in range(member.world)]
+        if (group := _common_group(member, [state for _, state in own])) in groups:  # all of its ranks, or none
+            found[who] = Place(member, groups.pop(group), lifetime="detached", hosts=[host for host, _ in own], epoch=epoch,
+                               adopted=own[0][1])
+            for rank in range(member.world):
+                del states[host_name(who, epoch, rank)]
+    surplus = list(states.values())
     # Without grace too: a child that is stopped or hangs does not see the end of its actor.
     if ending := [host.stop.remote(grace_seconds) for host, state in surplus if state is not None]:
         ray.wait(ending, num_returns=len(ending), timeout=grace_seconds + ANSWER_SECONDS)
@@ -63,20 +66,25 @@ def take_over(deployment: str, wanted: Sequence[Member], grace_seconds: float, e
     return found
 
 
-def _states(hosts: Mapping[str, Any]) -> dict[str, tuple[Any, dict[str, Any] | None]]:
-    """Each actor and what its Host.state says, latest epoch first; None for one that does not answer."""
+def _common_group(member: Member, states: Sequence[dict[str, Any] | None]) -> str:
+    """Id of the placement group in which each of these processes serves as `member` says; empty: not every one does."""
+    groups = {state["group"] if state and state["ready"] and state["identity"] == member.identity else "" for state in states}
+    return str(groups.pop() or "") if len(groups) == 1 else ""
+
+
+def _states(hosts: Mapping[str, Any]) -> dict[str, dict[str, Any] | None]:
+    """What Host.state says of each actor; None for one that does not answer."""
     import ray
 
     asked = {name: host.state.remote() for name, host in hosts.items()}
     if asked:
         ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_SECONDS)
-    result: dict[str, tuple[Any, dict[str, Any] | None]] = {}
-    for name in sorted(hosts, key=lambda name: -int(name.rpartition("/")[2])):
+    result: dict[str, dict[str, Any] | None] = {}
+    for name in hosts:
         try:
-            state = ray.get(asked[name], timeout=0)
+            result[name] = ray.get(asked[name], timeout=0)
         except (ray.exceptions.RayError, TimeoutError):
-            state = None
-        result[name] = (hosts[name], state)
+            result[name] = None
     return result
 
 
@@ -91,6 +99,8 @@ class Claim:
         """True once it was taken."""
         self.epochs: dict[str, int] = {}
         """The highest epoch of each process so far, whoever started it; told to the lease at every renewal."""
+        self.scaled: dict[str, tuple[int, int]] = {}
+        """Replicas by pool, (as the configuration said then, as they were scaled to); told as `epochs` are."""
 
     async def take(self) -> None:
         """Wait until the last owner's lease is over. Raises LaunchError when its owner renews it, or nobody answers."""
@@ -134,13 +144,14 @@ class Claim:
             if self._lease is None:
                 self._lease = await asyncio.to_thread(_lease)
             async with asyncio.timeout(ANSWER_SECONDS):
-                owner, told, epochs = await self._lease.take.remote(self._owner, self.epochs)
+                owner, told, epochs, scaled = await self._lease.take.remote(self._owner, self.epochs, self.scaled)
         except TimeoutError:
             return None
         except Exception:  # its actor was ended, or Ray itself answers no more
             self._lease = None
             return None
         self.epochs |= {name: max(epoch, self.epochs.get(name, 0)) for name, epoch in epochs.items()}
+        self.scaled = {**scaled, **self.scaled}
         return owner, told
 
 
@@ -157,11 +168,15 @@ class Lease:
     def __init__(self) -> None:
         self._owner, self._told = "", -LEASE_SECONDS
         self._epochs: dict[str, int] = {}
+        self._scaled: dict[str, tuple[int, int]] = {}
 
-    def take(self, owner: str, epochs: Mapping[str, int]) -> tuple[str, float, dict[str, int]]:
-        """Take or renew it, if nobody else has it; whose it is now, when that was last said, and all epochs so far."""
+    def take(self, owner: str, epochs: Mapping[str, int], scaled: Mapping[str, tuple[int, int]]
+             ) -> tuple[str, float, dict[str, int], dict[str, tuple[int, int]]]:
+        """Take or renew it, if nobody else has it; whose it is now, when that was last said, all epochs so far, and what was
+        scaled."""
         now = time.monotonic()
         if owner == self._owner or now - self._told > LEASE_SECONDS:
             self._owner, self._told = owner, now
             self._epochs |= epochs
-        return self._owner, self._told, self._epochs
+            self._scaled |= scaled
+        return self._owner, self._told, self._epochs, self._scaled

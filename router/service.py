@@ -248,7 +248,8 @@ class RouterService:
     def status(self) -> dict[str, Any]:
         """What `slipstream status` shows."""
         return {"model": self.model_name, "problem": self.problem(), "in_flight": self.limits.in_flight,
-                "max_in_flight": self.limits.max_in_flight, "replicas": [_describe(link) for link in self.workers.links()]}
+                "max_in_flight": self.limits.max_in_flight, "supervisor": self.workers.directory,
+                "replicas": [_describe(link) for link in self.workers.links()]}
 
     async def details(self) -> dict[str, Any]:
         """`status`, with the kernel table and the ledgers of every connected worker."""

@@ -301,6 +301,8 @@ class Workers:
         self._closing: set[asyncio.Task[None]] = set()
         self._news = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
+        self.directory = ""
+        """Address of the supervisor's Directory; empty: the workers are a fixed list."""
 
     def add(self, address: str) -> None:
         """Connect, and stay connected."""
@@ -313,6 +315,7 @@ class Workers:
         """Follow the Directory at this address, and no other from now on. While it is gone the known workers go on serving."""
         if self._watch is not None:
             self._watch.cancel()
+        self.directory = directory
         self._watch = asyncio.create_task(self._follow(directory), name="directory")
 
     async def close(self) -> None:

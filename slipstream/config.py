@@ -81,9 +81,13 @@ class PoolConfig:
     stages: tuple[int, ...] = ()
     """Layers of each stage; empty: balanced."""
     cpus: float = 1.0
-    """Ray CPUs that each replica reserves."""
+    """Ray CPUs that each rank reserves; a stage's `tp` ranks are placed on one node."""
     gpus: int = 0
-    """Ray GPUs that each replica reserves; its process sees these and no others."""
+    """Ray GPUs that each rank reserves; its process sees these and no others."""
+    resources: dict[str, float] = field(default_factory=dict)
+    """Other Ray resources that each rank reserves, by the names that `ray start --resources` gave them."""
+    labels: dict[str, str] = field(default_factory=dict)
+    """Labels that a node must have (`ray start --labels`): `zone = "a"`, also `"!a"`, `"in(a,b)"` or `"!in(a,b)"`."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment of the worker processes, set before they import anything."""
 
@@ -152,7 +156,7 @@ class RayConfig:
     """Name of the deployment in a cluster that it joins. One `serve` at a time owns a name; when it was killed, the next one
     of the same name takes over the processes that serve."""
     cpus: float = 0.0
-    """CPUs that a cluster started here offers; 0: as many as the deployment asks for."""
+    """CPUs that a cluster started here offers; 0: as many as the deployment asks for, also when it is scaled."""
     placement_seconds: float = 8.0
     """Longest wait for room; raise it where nodes join on demand."""
     start_seconds: float = 300.0
@@ -234,6 +238,16 @@ def from_dict(data: Mapping[str, Any]) -> Config:
     return config
 
 
+def scaled(config: Config, replicas: Mapping[str, int]) -> Config:
+    """`config` with other numbers of replicas by pool. Raises ConfigError, as `load` does."""
+    if unknown := replicas.keys() - config.pools.keys():
+        raise ConfigError(f"there is no pool {min(unknown)!r}; pools: {', '.join(config.pools)}", field="pools")
+    pools = {name: dataclasses.replace(pool, replicas=replicas.get(name, pool.replicas)) for name, pool in config.pools.items()}
+    result = dataclasses.replace(config, pools=pools)
+    _check(result)
+    return result
+
+
 def to_dict(config: Config) -> dict[str, Any]:
     """Plain JSON-able values: how a supervisor hands the configuration to the processes it starts."""
 
@@ -291,6 +305,10 @@ def _build(kind: Any, data: Any, path: str, where: str) -> Any:
         if item is str:  # an environment: 4 is what `--set pools.decode.env.THREADS=4` gives
             data = {key: str(value) if type(value) is int else value for key, value in data.items()}
         return {key: _build(item, value, _join(path, key), where) for key, value in data.items()}
+    if origin is tuple:
+        if not isinstance(data, list | tuple):
+            raise ConfigError(f"{path} in {where} must be a list, not {data!r}", field=path)
+        return tuple(_build(typing.get_args(kind)[0], value, path, where) for value in data)
     assert not isinstance(kind, types.UnionType), "no field of Config is a union"
     return _scalar(kind, data, path, where)
 
@@ -318,17 +336,17 @@ def _check(config: Config) -> None:
         if not any(pool.role is role and pool.replicas > 0 for pool in config.pools.values()):
             raise ConfigError(f"no pool has role {role.value}; add one: [pools.{role.value}] role = \"{role.value}\"",
                               field="pools")
-    for name in config.pools:
+    for name, pool in config.pools.items():
+        for key, least in {"replicas": 0, "tp": 1, "pp": 1, "cpus": 0.0001, "gpus": 0}.items():
+            if getattr(pool, key) < least:
+                raise ConfigError(f"pools.{name}.{key} must be at least {least}, not {getattr(pool, key):g}",
+                                  field=f"pools.{name}.{key}")
+        if doubled := {"CPU", "GPU"} & pool.resources.keys():
+            raise ConfigError(f"pools.{name}.resources: {min(doubled)} is reserved with cpus and gpus",
+                              field=f"pools.{name}.resources")
         if name == "router" or not re.fullmatch(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", name):
             raise ConfigError(f"pools.{name}: a pool's name is made of a-z, 0-9 and inner dashes, and is not `router`; "
                               "its replicas are called NAME-0, NAME-1 and so on", field="pools")
-    ray = config.ray
-    if not re.fullmatch(r"[A-Za-z0-9_.-]+", ray.deployment):
-        raise ConfigError(f"ray.deployment is made of letters, digits, dots, dashes and underscores, not {ray.deployment!r}",
-                          field="ray.deployment")
-    if ray.unresponsive_seconds <= 0:
-        raise ConfigError(f"ray.unresponsive_seconds must be above 0, not {ray.unresponsive_seconds:g}",
-                          field="ray.unresponsive_seconds")
     engine = config.engine
     positive = {
         "engine.block_size": engine.block_size, "engine.kv_cache_tokens": engine.kv_cache_tokens,

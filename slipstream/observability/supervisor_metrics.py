@@ -14,25 +14,30 @@ REASONS = ("ended", "unresponsive", "failed_start")
 
 
 class SupervisorMetrics:
-    """`role` is prefill, decode or router; serving = wanted when all is well."""
+    """`role` is prefill, decode or router, a member one replica or router; serving = wanted when all is well."""
 
     def __init__(self, registry: CollectorRegistry, wanted: Sequence[str], serving: Callable[[], Iterable[str]]) -> None:
         """`wanted`: the role of each process of the deployment; `serving`: of those that serve, asked at every scrape."""
         self.registry = registry
         ProcessCollector(registry=registry)
-        replicas = Gauge(f"{PREFIX}replicas_wanted", "Processes that the deployment has.", ("role",), registry=registry)
-        serves = Gauge(f"{PREFIX}replicas_serving", "Processes that said they were ready and have not ended.", ("role",),
+        self._wanted = Gauge(f"{PREFIX}replicas_wanted", "Members that the deployment has.", ("role",), registry=registry)
+        serves = Gauge(f"{PREFIX}replicas_serving", "Members that said they were ready and have not ended.", ("role",),
                        registry=registry)
-        self._restarts = Counter(f"{PREFIX}restarts", "Processes that were started again.", ("role", "reason"),
+        self._restarts = Counter(f"{PREFIX}restarts", "Members that were started again.", ("role", "reason"),
                                  registry=registry)
-        self._adopted = Counter(f"{PREFIX}adopted", "Processes taken over from an earlier supervisor.", ("role",),
+        self._adopted = Counter(f"{PREFIX}adopted", "Members taken over from an earlier supervisor.", ("role",),
                                 registry=registry)
-        for role, count in Tally(wanted).items():
-            replicas.labels(role).set(count)
+        self.wants(wanted)
+        for role in set(wanted):
             serves.labels(role).set_function(partial(_count, role, serving))
             self._adopted.labels(role)
             for reason in REASONS:
                 self._restarts.labels(role, reason)
+
+    def wants(self, roles: Iterable[str]) -> None:
+        """From now on the deployment has these."""
+        for role, count in Tally(roles).items():
+            self._wanted.labels(role).set(count)
 
     def restarted(self, role: str, reason: str) -> None:
         """One of REASONS."""

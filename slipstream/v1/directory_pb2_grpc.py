@@ -39,6 +39,11 @@ class DirectoryStub:
                 request_serializer=slipstream_dot_v1_dot_directory__pb2.WatchRequest.SerializeToString,
                 response_deserializer=slipstream_dot_v1_dot_directory__pb2.Snapshot.FromString,
                 _registered_method=True)
+        self.Scale = channel.unary_unary(
+                '/slipstream.worker.v1.Directory/Scale',
+                request_serializer=slipstream_dot_v1_dot_directory__pb2.ScaleRequest.SerializeToString,
+                response_deserializer=slipstream_dot_v1_dot_directory__pb2.ScaleReply.FromString,
+                _registered_method=True)
 
 
 class DirectoryServicer:
@@ -51,6 +56,13 @@ class DirectoryServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Scale(self, request, context):
+        """Answers once the replicas that come serve, and those that go have drained.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DirectoryServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -58,6 +70,11 @@ def add_DirectoryServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=slipstream_dot_v1_dot_directory__pb2.WatchRequest.FromString,
                     response_serializer=slipstream_dot_v1_dot_directory__pb2.Snapshot.SerializeToString,
+            ),
+            'Scale': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scale,
+                    request_deserializer=slipstream_dot_v1_dot_directory__pb2.ScaleRequest.FromString,
+                    response_serializer=slipstream_dot_v1_dot_directory__pb2.ScaleReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -87,6 +104,33 @@ class Directory:
             '/slipstream.worker.v1.Directory/Watch',
             slipstream_dot_v1_dot_directory__pb2.WatchRequest.SerializeToString,
             slipstream_dot_v1_dot_directory__pb2.Snapshot.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Scale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.worker.v1.Directory/Scale',
+            slipstream_dot_v1_dot_directory__pb2.ScaleRequest.SerializeToString,
+            slipstream_dot_v1_dot_directory__pb2.ScaleReply.FromString,
             options,
             channel_credentials,
             insecure,

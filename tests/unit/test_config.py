@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,11 @@ def test_pools_of_a_file_replace_the_default_ones(tmp_path: Path) -> None:
     ("router.port=70000", "0 to 65535"),
     ("pools.decode.role=encode", "must be one of prefill, decode"),
     ("pools.decode.replicas=0", "no pool has role decode"),
+    ("pools.decode.tp=0", "pools.decode.tp must be at least 1, not 0"),
+    ("pools.decode.cpus=0", "pools.decode.cpus must be at least 0.0001, not 0"),
+    ("pools.decode.stages=[3,true]", "pools.decode.stages in the overrides must be a whole number, not True"),
+    ("pools.decode.stages=3", "pools.decode.stages in the overrides must be a list, not 3"),
+    ("pools.decode.resources.GPU=3", "GPU is reserved with cpus and gpus"),
     ("pools.router.role=decode", "is not `router`"),
     ("pools.a/b.role=decode", "a-z, 0-9 and inner dashes"),
     ("engine.block_size", "write it as section.key=value"),
@@ -80,8 +86,18 @@ def test_a_file_that_cannot_be_read_or_parsed_is_named(tmp_path: Path) -> None:
 
 
 def test_plain_values_make_the_same_configuration_again() -> None:
-    made = config.load(None, ["engine.block_size=8", "pools.more.role=decode", "pools.more.env.A=1", "ray.cpus=2"])
-    assert config.from_dict(config.to_dict(made)) == made
+    made = config.load(None, ["engine.block_size=8", "pools.more.role=decode", "pools.more.env.A=1", "ray.cpus=2",
+                              "pools.more.stages=[3,5]", "pools.more.labels.zone=a", "pools.more.resources.nic=1"])
+    assert config.from_dict(json.loads(json.dumps(config.to_dict(made)))) == made
+
+
+def test_scaled_is_the_same_with_other_numbers() -> None:
+    made = config.load(None, ["pools.decode.tp=2"])
+    assert config.scaled(made, {"decode": 3}) == config.load(None, ["pools.decode.tp=2", "pools.decode.replicas=3"])
+    with pytest.raises(ConfigError, match="there is no pool 'x'; pools: prefill, decode"):
+        config.scaled(made, {"x": 1})
+    with pytest.raises(ConfigError, match="no pool has role decode"):
+        config.scaled(made, {"decode": 0})
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "deploy" / "examples").glob("*.toml")), ids=lambda path: path.name)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 import grpc.aio
 import pytest
 
+from launch import directory as directories
 from launch.directory import Directory, Endpoint
+from slipstream.errors import LaunchError, PlacementError
 from slipstream.rpc.channel import connect
 from slipstream.rpc.server import listen, new_server
 from slipstream.types import Role
@@ -20,7 +22,12 @@ Watch = AsyncIterator[pb.Snapshot]
 
 @pytest.fixture
 async def directory() -> AsyncIterator[tuple[Directory, str]]:
-    server, made = new_server(), Directory()
+    async def scale(replicas: Mapping[str, int]) -> Mapping[str, int]:
+        if "decode" not in replicas:
+            raise PlacementError("no room")
+        return {**replicas, "prefill": 1}
+
+    server, made = new_server(), Directory(scale)
     directory_pb2_grpc.add_DirectoryServicer_to_server(made, server)
     address = await listen(server, "127.0.0.1:0")
     yield made, address
@@ -71,3 +78,15 @@ async def test_closing_ends_every_watch(directory: tuple[Directory, str]) -> Non
         made.close()
         with pytest.raises((StopAsyncIteration, grpc.aio.AioRpcError)):
             await following(watch)
+
+
+async def test_a_wish_to_scale_is_passed_on_and_a_refusal_comes_back_in_its_words(directory: tuple[Directory, str]) -> None:
+    _, address = directory
+    assert await asyncio.to_thread(directories.scale, address, {"decode": 3}) == {"decode": 3, "prefill": 1}
+    with pytest.raises(LaunchError, match=r"^no room$"):
+        await asyncio.to_thread(directories.scale, address, {"prefill": 3})
+
+
+async def test_a_supervisor_that_is_not_there_is_named() -> None:
+    with pytest.raises(LaunchError, match=r"the supervisor at 127\.0\.0\.1:1: "):
+        await asyncio.to_thread(directories.scale, "127.0.0.1:1", {"decode": 3})

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
 from launch import probe
+from launch.keeper import FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS, STEADY_SECONDS, Keeper, next_pause
+from launch.members import members
+from launch.placement import Place
 from launch.probe import STRIKES, Finding, count
-from launch.supervisor import FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS, STEADY_SECONDS, Supervisor, _Running, next_pause
 from slipstream import config
-from slipstream.errors import LaunchError
 from slipstream.rpc.server import listen, new_server
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 
@@ -50,25 +50,25 @@ async def test_a_worker_says_how_it_is(worker: tuple[Worker, Any, str]) -> None:
 
 
 class Unreachable:
-    """A place whose actor Ray cannot reach for a while."""
+    """Stands for the actor of a process: Ray cannot reach it twice, then it says 3."""
 
-    def __init__(self, answer: int) -> None:
-        self.answers: list[int | None] = [None, None, answer]
+    def __init__(self) -> None:
+        self.wait, self.answers = self, [None, None, 3]
 
-    async def wait(self) -> int:
+    async def remote(self, *_: object) -> int:
         if (answer := self.answers.pop(0)) is None:
-            raise LaunchError("lost its Ray actor")
+            raise pytest.importorskip("ray").exceptions.RayActorError
         return answer
 
 
-async def test_a_process_that_answers_has_not_ended_whatever_ray_says(worker: tuple[Worker, Any, str], tmp_path: Path) -> None:
+async def test_a_process_that_answers_has_not_ended_whatever_ray_says(worker: tuple[Worker, Any, str]) -> None:
     _, healthy, address = worker
     await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
-    supervisor = Supervisor(config.load(None, [f"ray.log_dir={tmp_path}"]), print)
-    place: Any = Unreachable(3)
-    assert await supervisor._ended(_Running(place, ready={"address": address})) == "status 3"
-    place = Unreachable(3)
-    assert await supervisor._ended(_Running(place, ready={"address": "127.0.0.1:1"})) == "an error: lost its Ray actor"
+    for where, how in [(address, "status 3"), ("127.0.0.1:1", "an error: prefill-0 lost its Ray actor: RayActorError")]:
+        place = Place(members(config.load(None))[0], None, lifetime=None, hosts=[Unreachable()])  # type: ignore[arg-type]
+        keeper = Keeper(None, place)  # type: ignore[arg-type]
+        keeper.ready = {"address": where}
+        assert await keeper.ended() == how
 
 
 async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
