@@ -32,6 +32,8 @@ from worker.session import Session
 logger = logging.getLogger(__name__)
 
 LOAD_SECONDS = 1.0
+STUCK_SECONDS = 120.0
+"""No step takes so long: an engine that does not answer for this time hangs, on a device or another rank, and will not end."""
 SERVICE = "slipstream.worker.v1.Worker"
 
 WriteContext = grpc.aio.ServicerContext[pb.RouterMessage, pb.WorkerMessage]
@@ -70,6 +72,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._sessions: set[Session] = set()
         self._proved = 0  # jobs so far when the ledgers were last proved
         self._asked: asyncio.Future[tuple[EngineLoad, EngineCounters]] | None = None
+        self._asked_at = 0.0
         self._pulse: asyncio.Task[None] | None = None
 
     # Life ----------------------------------------------------------------------------------------------------------------
@@ -144,10 +147,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         """Ask the engine for its load. In the middle of a long step the last answer goes out again: it is our sign of life."""
         if self._asked is None:
             self._asked = asyncio.ensure_future(self._replica.call(_state))
+            self._asked_at = asyncio.get_running_loop().time()
         await asyncio.wait({self._asked}, timeout=LOAD_SECONDS)
         if self._asked.done():
             asked, self._asked = self._asked, None
             self._heard(*asked.result())
+        elif asyncio.get_running_loop().time() - self._asked_at > STUCK_SECONDS and not self.dead.is_set():
+            self._on_death(TimeoutError(f"a step has not ended for {STUCK_SECONDS:.0f} s"))
 
     async def _prove(self) -> None:
         """Nothing may be owned while no request runs. A leak is a bug of ours, so it is loud and stops new traffic."""

@@ -11,8 +11,9 @@ import pytest
 
 from slipstream.engine.sequence import Timing
 from slipstream.errors import InternalError, InvalidRequestError, SlipstreamError
-from slipstream.types import EngineLoad, FinishReason, RequestId, Role, TokenEvent
+from slipstream.types import EngineCounters, EngineLoad, FinishReason, RequestId, Role, TokenEvent
 from slipstream.v1 import worker_pb2 as pb
+from worker import service as service_module
 from worker.jobs import Job, Jobs, PromptDone
 from worker.replica import Replica
 from worker.service import Identity, WorkerService
@@ -363,3 +364,24 @@ async def test_a_dead_engine_ends_everything(rig: Rig) -> None:
     assert service.dead.is_set()
     session.receive(submit(2))
     assert (await next_of(session)).step.failed[0].code == pb.ERROR_CODE_UNAVAILABLE
+
+
+async def test_an_engine_that_hangs_is_a_dead_one(monkeypatch: pytest.MonkeyPatch, rig: Rig) -> None:
+    monkeypatch.setattr(service_module, "LOAD_SECONDS", 0.01)
+    monkeypatch.setattr(service_module, "STUCK_SECONDS", 0.2)
+    load = EngineLoad(waiting=0, running=0, parked=0, free_blocks=1, total_blocks=1, free_state_slots=0, total_state_slots=0)
+    answers = asyncio.Event()
+    answers.set()
+
+    async def call(fn: object) -> tuple[EngineLoad, EngineCounters]:
+        await answers.wait()
+        return load, EngineCounters()
+
+    replica = cast(Replica, SimpleNamespace(capacity=load, call=call))
+    service = WorkerService(Identity(replica_id="x", epoch=1, role=Role.PREFILL), replica, rig.role)
+    pulse = asyncio.create_task(service._beat())
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(service.dead.wait(), 0.5)
+    answers.clear()
+    await asyncio.wait_for(service.dead.wait(), 5)
+    pulse.cancel()
