@@ -1,4 +1,4 @@
-"""Fake workers and a fake directory: real gRPC servers that answer as a script says. Know no engine and no tensor.
+"""Fake workers: real gRPC servers that answer as a script says. Know no engine and no tensor.
 
 They keep to the Worker protocol as the real ones do: prefill reports each choice's first token (of a resumed one: the next),
 and that it handed off once decode has taken the prompt over; decode reports the others. What the router sent is recorded.
@@ -19,8 +19,8 @@ from router.generate import RUN_MARK
 from slipstream.rpc import convert
 from slipstream.rpc.server import listen, new_server
 from slipstream.types import FinishReason, Role
-from slipstream.v1 import directory_pb2, directory_pb2_grpc, worker_pb2_grpc
 from slipstream.v1 import worker_pb2 as pb
+from slipstream.v1 import worker_pb2_grpc
 
 Queue = asyncio.Queue[pb.WorkerMessage | None]
 IMAGE_SECONDS = 10.0
@@ -362,39 +362,3 @@ def _fail(queue: Queue, of: pb.Submit | pb.Cancel, code: pb.ErrorCode.ValueType)
     failed = pb.Failed(handle=of.handle, attempt=of.attempt, code=code, message=f"scripted {pb.ErrorCode.Name(code)}",
                        retry_after_ms=5 if code == pb.ERROR_CODE_BUSY else 0)
     queue.put_nowait(pb.WorkerMessage(step=pb.StepReport(failed=[failed])))
-
-
-class FakeDirectory(directory_pb2_grpc.DirectoryServicer):
-    """Tells routers what the test says exists."""
-
-    def __init__(self) -> None:
-        self.address = ""
-        self._snapshot = directory_pb2.Snapshot()
-        self._changed = asyncio.Event()
-        self._server: grpc.aio.Server | None = None
-
-    async def start(self) -> None:
-        """Listen."""
-        self._server = new_server()
-        directory_pb2_grpc.add_DirectoryServicer_to_server(self, self._server)
-        self.address = await listen(self._server, "127.0.0.1:0")
-
-    async def stop(self) -> None:
-        """End at once."""
-        if self._server is not None:
-            await self._server.stop(grace=None)
-
-    def show(self, *workers: FakeWorker) -> None:
-        """These exist now, and no others."""
-        self._snapshot = directory_pb2.Snapshot(endpoints=[
-            directory_pb2.Endpoint(replica_id=one.info.replica_id, role=one.info.role, address=one.address,
-                                   epoch=one.info.epoch) for one in workers])
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
-
-    async def Watch(self, request: Any, context: Any) -> AsyncIterator[directory_pb2.Snapshot]:  # noqa: N802
-        """What was shown last, and again after each change."""
-        while True:
-            changed = self._changed
-            yield self._snapshot
-            await changed.wait()

@@ -9,7 +9,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from slipstream.types import Role
-from tests.support.fake_workers import FakeDirectory, FakeWorker, Plan, Script, Seen
+from tests.support.fake_directory import FakeDirectory
+from tests.support.fake_workers import FakeWorker, Plan, Script, Seen
 
 T = TypeVar("T")
 WAIT_SECONDS = 10.0
