@@ -334,5 +334,6 @@ def _word(reader: Reader) -> pb.Control:
 
 
 async def _say(write: Write, error: SlipstreamError) -> None:
-    with contextlib.suppress(grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
+    # BaseError: the stream has ended, or a write on it that was cut off is still under way.
+    with contextlib.suppress(grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
         await write(frames.control(failed=pb.Failed(code=error.code, message=error.message)))
