@@ -211,7 +211,8 @@ class SourceTransfer:
         """Fail, unless a higher attempt has taken over meanwhile, and tell the destination."""
         if self._holds(stream):
             self.fail(error)
-        with contextlib.suppress(grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
+        # BaseError: the stream has ended, or a write on it that was cut off is still under way.
+        with contextlib.suppress(grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
             told = self._prompt.error or error
             await write(frames.control(failed=pb.Failed(code=told.code, message=told.message)))
 

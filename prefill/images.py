@@ -1,12 +1,14 @@
 """Pictures on their way to the requests that name them: by content hash, least recently used out first. Knows no model.
 
-Ledger: the store holds at most `limit_bytes`. A picture that a request pinned is never dropped; a request may pin a picture
-that has not come yet, and waits for it.
+Ledger: the store holds at most `limit_bytes`, what is on its way here included: it has room from its first chunk on, in order
+of arrival. A picture that a request pinned is never dropped, nor one that came a moment ago: its request may be on its way. A
+request may pin a picture that has not come yet, and waits for it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +20,12 @@ from slipstream.errors import InvalidRequestError, RequestTooLargeError, Unavail
 from slipstream.v1 import worker_pb2 as pb
 
 Pixels = NDArray[np.uint8]
+ROOM_SECONDS = 10.0
+"""Longest wait for room."""
+READ_SECONDS = 15.0
+"""Longest time from the room for a picture to its last byte."""
+FRESH_SECONDS = 2.0
+"""How long a picture that was announced waits for its request to pin it."""
 
 
 @dataclass(kw_only=True)
@@ -25,37 +33,63 @@ class _Entry:
     pixels: Pixels | None = None
     """[H, W, 3]; None: a request waits for it."""
     pins: int = 0
+    fresh_until: float = 0.0
+    """In the event loop's time."""
     came: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class ImageStore:
     """Lives on the event loop."""
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, *, room_seconds: float = ROOM_SECONDS, fresh_seconds: float = FRESH_SECONDS) -> None:
         self.limit_bytes = limit_bytes
-        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
         self.used_bytes = 0
+        """By pictures here and on their way."""
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
+        self._room_seconds = room_seconds
+        self._fresh_seconds = fresh_seconds
+        self._turn = asyncio.Lock()
+        self._freed = asyncio.Event()
 
     def __contains__(self, content_hash: bytes) -> bool:
         entry = self._entries.get(content_hash)
         return entry is not None and entry.pixels is not None
 
-    def put(self, content_hash: bytes, pixels: Pixels) -> None:
-        """Keep a picture, dropping others that nobody needs. Raises UnavailableError if those in use leave no room."""
+    def has(self, content_hash: bytes) -> bool:
+        """True if the picture is here; it stays for the request that is about to pin it."""
         if content_hash in self:
-            self._entries.move_to_end(content_hash)
+            self._refresh(content_hash)
+        return content_hash in self
+
+    async def reserve(self, count: int) -> None:
+        """Take room for a picture of `count` bytes, waiting for it in turn; `put` or `give_back` follows.
+
+        Raises UnavailableError if requests in progress leave none for too long.
+        """
+        try:
+            async with asyncio.timeout(self._room_seconds), self._turn:
+                while not self._make_room(count):
+                    self._freed.clear()
+                    with contextlib.suppress(TimeoutError):  # fresh pictures age without a word
+                        await asyncio.wait_for(self._freed.wait(), 0.1)
+                self.used_bytes += count
+        except TimeoutError as error:
+            raise UnavailableError(f"no room for a picture of {count} bytes: requests in progress use {self.used_bytes} of "
+                                   f"{self.limit_bytes}", retry_after_seconds=1.0) from error
+
+    def give_back(self, count: int) -> None:
+        """The room is not needed."""
+        self.used_bytes -= count
+        self._freed.set()
+
+    def put(self, content_hash: bytes, pixels: Pixels) -> None:
+        """Keep a picture, for which room was reserved."""
+        if self.has(content_hash):
+            self.give_back(pixels.nbytes)
             return
-        for name in [name for name, entry in self._entries.items() if not entry.pins and entry.pixels is not None]:
-            if self.used_bytes + pixels.nbytes <= self.limit_bytes:
-                break
-            self._drop(name)
-        if self.used_bytes + pixels.nbytes > self.limit_bytes:
-            raise UnavailableError(f"no room for a picture of {pixels.nbytes} bytes: requests in progress use "
-                                   f"{self.used_bytes} of {self.limit_bytes}", retry_after_seconds=1.0)
         entry = self._entries.setdefault(content_hash, _Entry())
-        self._entries.move_to_end(content_hash)
         entry.pixels = pixels
-        self.used_bytes += pixels.nbytes
+        self._refresh(content_hash)
         entry.came.set()
 
     async def pin(self, hashes: Sequence[bytes], timeout_seconds: float) -> tuple[Pixels, ...]:
@@ -78,8 +112,9 @@ class ImageStore:
         except asyncio.CancelledError:
             self.unpin(hashes)
             raise
-        for name in hashes:
+        for name, entry in zip(hashes, entries, strict=True):
             self._entries.move_to_end(name)
+            entry.fresh_until = 0.0
         return tuple(entry.pixels for entry in entries if entry.pixels is not None)
 
     def unpin(self, hashes: Sequence[bytes]) -> None:
@@ -90,6 +125,21 @@ class ImageStore:
             assert entry.pins >= 0, "a picture is unpinned once for each pin"
             if not entry.pins and entry.pixels is None:
                 del self._entries[name]
+        self._freed.set()
+
+    def _refresh(self, name: bytes) -> None:
+        self._entries.move_to_end(name)
+        self._entries[name].fresh_until = asyncio.get_running_loop().time() + self._fresh_seconds
+
+    def _make_room(self, count: int) -> bool:
+        """Drop pictures that nobody needs, as far as necessary; False if that is not enough."""
+        now = asyncio.get_running_loop().time()
+        for name in [name for name, entry in self._entries.items()
+                     if not entry.pins and entry.pixels is not None and entry.fresh_until <= now]:
+            if self.used_bytes + count <= self.limit_bytes:
+                break
+            self._drop(name)
+        return self.used_bytes + count <= self.limit_bytes
 
     def _drop(self, name: bytes) -> None:
         entry = self._entries.pop(name)
@@ -112,27 +162,37 @@ class ImageIntake:
 
         Raises InvalidRequestError, RequestTooLargeError or UnavailableError.
         """
-        name, height, width = b"", 0, 0
-        data = bytearray()
-        async for chunk in chunks:
-            if not name:
-                name, height, width = chunk.content_hash, chunk.height, chunk.width
-                self._check(height, width)
-                if name in self._store:
-                    return True
-            data += chunk.data
-            if len(data) > height * width * 3:
-                break
-        if not name:
+        head = await anext(chunks, None)
+        if head is None or not head.content_hash:
             raise InvalidRequestError("the first ImageChunk must carry a content hash", field="images")
-        if len(data) != height * width * 3:
-            raise InvalidRequestError(f"a picture of {height} x {width} has {height * width * 3} bytes; "
-                                      f"{'more' if len(data) > height * width * 3 else len(data)} came", field="images")
-        whole = bytes(data)
-        if self._content_hash(height, width, whole) != name:
-            raise InvalidRequestError("the picture's bytes do not have the content hash that was announced", field="images")
-        self._store.put(name, np.frombuffer(whole, dtype=np.uint8).reshape(height, width, 3))
+        self._check(head.height, head.width)
+        if self._store.has(head.content_hash):
+            return True
+        size = head.height * head.width * 3
+        await self._store.reserve(size)
+        try:
+            async with asyncio.timeout(READ_SECONDS):
+                pixels = await self._read(head, chunks, size)
+        except TimeoutError as error:
+            self._store.give_back(size)
+            raise UnavailableError(f"the picture did not come within {READ_SECONDS} s", retry_after_seconds=1.0) from error
+        except BaseException:
+            self._store.give_back(size)
+            raise
+        self._store.put(head.content_hash, pixels)
         return False
+
+    async def _read(self, head: pb.ImageChunk, chunks: AsyncIterator[pb.ImageChunk], size: int) -> Pixels:
+        data = bytearray(head.data)
+        while len(data) <= size and (chunk := await anext(chunks, None)) is not None:
+            data += chunk.data
+        if len(data) != size:
+            raise InvalidRequestError(f"a picture of {head.height} x {head.width} has {size} bytes; "
+                                      f"{'more' if len(data) > size else len(data)} came", field="images")
+        whole = bytes(data)
+        if self._content_hash(head.height, head.width, whole) != head.content_hash:
+            raise InvalidRequestError("the picture's bytes do not have the content hash that was announced", field="images")
+        return np.frombuffer(whole, dtype=np.uint8).reshape(head.height, head.width, 3)
 
     def _check(self, height: int, width: int) -> None:
         if not height or not width or height % self._factor or width % self._factor:

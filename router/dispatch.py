@@ -188,6 +188,10 @@ class Dispatch:
         run.legs = dict.fromkeys(Role, Leg.RUNNING)
         return [self._submit(number, run, role) for role in Role]
 
+    def wants(self, number: int) -> bool:
+        """False once a run is given up, or its choices are over: a stop string may end them while it waits for replicas."""
+        return not self.over and number in self._runs
+
     def outputs(self) -> list[tuple[int, ...]]:
         """What each choice has put out so far."""
         return [tuple(choice.tokens) for choice in self._choices.values()]

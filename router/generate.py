@@ -284,7 +284,7 @@ class Generation:
         """Begin a new run as soon as there are replicas for it; none for too long ends the request."""
         await asyncio.sleep(action.seconds)
         until = time.monotonic() + self._bounds.resume_wait_seconds
-        while not self.dispatch.over:
+        while self.dispatch.wants(action.run):
             try:
                 self._place(action.run)
                 break
@@ -293,6 +293,8 @@ class Generation:
                     self.give_up(error)
                     return
             await self._workers.change(LOOK_SECONDS)
+        else:
+            return
         self.act(self.dispatch.begin(action.run))
         self._bring_pictures(action.run)
 

@@ -175,7 +175,7 @@ def _sampling(fields: Mapping[str, Any], logprobs: int | None) -> dict[str, Any]
         "top_k": None if top_k is None else max(0, top_k), "min_p": _number(fields, "min_p", 0.0, 1.0),
         "presence_penalty": _number(fields, "presence_penalty", -2.0, 2.0),
         "frequency_penalty": _number(fields, "frequency_penalty", -2.0, 2.0),
-        "repetition_penalty": _number(fields, "repetition_penalty", 0.0, 10.0, open_low=True),
+        "repetition_penalty": _number(fields, "repetition_penalty", 1e-6, 10.0),
         "logit_bias": _logit_bias(fields), "logprobs": logprobs, "seed": _integer(fields, "seed", -_MAX_SEED, _MAX_SEED - 1)}
     return {name: value for name, value in asked.items() if value is not None}
 

@@ -30,9 +30,7 @@ def check_params(request: GenerationRequest, vocab_size: int, max_choices: int) 
     _within("min_p", sampling.min_p, 0, 1)
     _within("presence_penalty", sampling.presence_penalty, -inf, inf)
     _within("frequency_penalty", sampling.frequency_penalty, -inf, inf)
-    _within("repetition_penalty", sampling.repetition_penalty, 0, inf)
-    if sampling.repetition_penalty == 0:
-        raise InvalidRequestError("repetition_penalty must be above 0; 1 is off", field="repetition_penalty")
+    _within("repetition_penalty", sampling.repetition_penalty, 1e-7, 1e7)  # beyond, a penalised logit is no number any more
     if sampling.logprobs is not None:
         _within("logprobs", sampling.logprobs, 0, MAX_LOGPROBS)
     for token, bias in sampling.logit_bias:

@@ -10,6 +10,7 @@ from slipstream.types import EngineLoad, FinishReason, Grid, Logprobs, Role, Sam
 from slipstream.v1 import worker_pb2 as pb
 
 CONTENT_HASH_BYTES = 16
+LEAST_TOP_P = 1e-30
 
 _ROLES = {Role.PREFILL: pb.ROLE_PREFILL, Role.DECODE: pb.ROLE_DECODE}
 _REASONS = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
@@ -68,10 +69,10 @@ def finish_from_pb(reason: int) -> FinishReason | None:
 
 
 def sampling_to_pb(sampling: SamplingParams) -> pb.Sampling:
-    """The seed is taken modulo 2**64."""
+    """The seed is taken modulo 2**64. A top_p that is 0 as float32, which would mean off, becomes one that keeps one token."""
     return pb.Sampling(
-        temperature=sampling.temperature, top_p=sampling.top_p, seed=sampling.seed % (1 << 64), top_k=sampling.top_k,
-        min_p=sampling.min_p, presence_penalty=sampling.presence_penalty, frequency_penalty=sampling.frequency_penalty,
+        temperature=sampling.temperature, top_p=max(sampling.top_p, LEAST_TOP_P),
+        seed=sampling.seed % (1 << 64), top_k=sampling.top_k, min_p=sampling.min_p, presence_penalty=sampling.presence_penalty, frequency_penalty=sampling.frequency_penalty,
         repetition_penalty=sampling.repetition_penalty, biased_token=[token for token, _ in sampling.logit_bias],
         bias=[bias for _, bias in sampling.logit_bias], logprobs=sampling.logprobs)
 

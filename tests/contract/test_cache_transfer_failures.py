@@ -30,8 +30,8 @@ class BrokenChannel(InlineChannel):
 
 
 @asynccontextmanager
-async def another_process(address: str, name: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    arguments = {"address": address, "name": name, "blocks": PLACE.blocks, "slot": PLACE.state_slot}
+async def another_process(address: str, name: str, seconds: float = 60.0) -> AsyncIterator[asyncio.subprocess.Process]:
+    arguments = {"address": address, "name": name, "blocks": PLACE.blocks, "slot": PLACE.state_slot, "seconds": seconds}
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.support.transfer_destination",
                                                    json.dumps(arguments), stderr=asyncio.subprocess.DEVNULL)
     try:
@@ -75,6 +75,22 @@ async def test_a_higher_attempt_takes_over_from_a_stopped_destination() -> None:
             process.send_signal(signal.SIGCONT)
             async with asyncio.timeout(PATIENCE_SECONDS):
                 assert await process.wait() == 1
+
+
+async def test_a_deadline_in_the_middle_of_a_write_is_no_fault(caplog: pytest.LogCaptureFixture) -> None:
+    """gRPC takes no second write while one waits for a destination that reads nothing: its last word is left out."""
+    async with serving(CountingChannel()) as site:
+        transfer, log = site.prompt("t")
+        async with another_process(site.address, "t", seconds=2.0) as process:
+            await log.until("ready")
+            process.send_signal(signal.SIGSTOP)
+            site.compute(transfer)
+            await log.until("ready", "failed")
+            assert isinstance(transfer.error, DeadlineError)
+            process.send_signal(signal.SIGCONT)
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                assert await process.wait() == 1
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 @pytest.mark.parametrize("layers", [0, 2, 4])

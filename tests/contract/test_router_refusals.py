@@ -89,6 +89,8 @@ NO_COUNTS: tuple[Any, ...] = (0, -1, 1.5, 2.0, True, "5", [], 1 << 70, math.nan)
         ("top_k", -2),
         ("min_p", 1.5),
         ("repetition_penalty", 0),
+        ("repetition_penalty", 1e-38),
+        ("repetition_penalty", 1e-320),
         ("presence_penalty", 2.5),
         ("logit_bias", {"5": 101}),
         ("logit_bias", {"x": 1}),

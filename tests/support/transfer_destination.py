@@ -13,15 +13,15 @@ from slipstream.config import TransferConfig
 from tests.support import transfer_rig
 
 
-async def main(address: str, name: str, blocks: list[int], slot: int, **rank: object) -> None:
+async def main(address: str, name: str, blocks: list[int], slot: int, seconds: float = 60.0, **rank: object) -> None:
     memory, _ = transfer_rig.destination(transfer_rig.layout(), transfer_rig.rank_of(rank))
     loader = CacheLoader(memory, choose("grpc"), replica_id="d1", epoch=1, rank=memory.shard.rank, config=TransferConfig())
 
     async def admit(num_tokens: int) -> Landing:
         return Landing(blocks=tuple(blocks), state_slot=slot)
 
-    loaded = await loader.load([address], transfer_id=name, attempt=0, source_epoch=1, request_id="r", remaining_seconds=60.0,
-                               admit=admit)
+    loaded = await loader.load([address], transfer_id=name, attempt=0, source_epoch=1, request_id="r",
+                               remaining_seconds=seconds, admit=admit)
     await loaded.close(committed=True)
     await loader.close()
     print("loaded", flush=True)

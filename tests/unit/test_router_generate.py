@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 from prometheus_client import CollectorRegistry
 
+from router.dispatch import Row
 from router.generate import Bounds, GenerateRequest, Generation, Times
 from router.policy import Replica
 from router.prompt import Prompt
@@ -68,12 +69,12 @@ class Link:
         self.links.heard[self.name].append(f"cancel {handle} {attempt}")
 
 
-def generation(links: Links, max_resumes: int) -> Generation:
+def generation(links: Links, max_resumes: int, choices: int = 1) -> Generation:
     request = GenerateRequest(id="r", prompt=Prompt(tokens=(1, 2), field="prompt"), deadline=time.monotonic() + 10,
-                              sampling=SamplingParams(temperature=0, seed=1), stop=StopParams(max_tokens=4))
+                              sampling=SamplingParams(temperature=0, seed=1), stop=StopParams(max_tokens=4), choices=choices)
     numbers: Callable[[], int] = partial(next, itertools.count(1))
     return Generation(request, cast(Workers, cast(Any, links)), RouterMetrics(CollectorRegistry()), Times(arrived=0.0), numbers,
-                      Bounds(unread_bytes=1000, max_resumes=max_resumes, resume_wait_seconds=1.0))
+                      Bounds(unread_bytes=1000, max_resumes=max_resumes, resume_wait_seconds=0.2))
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -106,4 +107,21 @@ async def test_a_lost_prefill_link_is_named_and_avoided(caplog: pytest.LogCaptur
     await until(lambda: len(links.used(P)) == 2)
     assert one.dispatch.resumes == 1
     assert f"{prefill} is not connected" in caplog.text
+    one.close()
+
+
+async def test_a_choice_that_its_text_ends_while_it_waits_for_replicas_ends_no_other() -> None:
+    links = Links()
+    one = generation(links, max_resumes=2, choices=2)
+    one.start()
+    (prefill,), (decode,) = links.used(P), links.used(D)
+    links.sinks[prefill].on_tokens(0, [Row(choice=choice, index=0, token=7) for choice in (0, 1)])
+    links.sinks[decode].on_failed(0, UnavailableError("lost"))
+    other = "p1" if prefill == "p0" else "p0"
+    await until(lambda: one.dispatch.resumes == 2 and links.used(P) == ["p0", "p1"] and len(links.heard[prefill]) == 3)
+    links.roles = {"d0": D, "d1": D}  # no prefill replica is left for the choice that is lost again
+    links.sinks[other].on_failed(0, UnavailableError("lost"))
+    one.enough(0 if "submit r~1 0" in links.heard[other] else 1)
+    await asyncio.sleep(0.4)
+    assert one.end is None
     one.close()

@@ -26,49 +26,75 @@ def name(value: int) -> bytes:
     return content_hash(SIDE, SIDE, picture(value).tobytes())
 
 
+async def put(store: ImageStore, value: int) -> None:
+    await store.reserve(BYTES)
+    store.put(name(value), picture(value))
+
+
 async def test_the_least_recently_used_goes_first() -> None:
-    store = ImageStore(2 * BYTES)
-    store.put(name(0), picture(0))
-    store.put(name(1), picture(1))
+    store = ImageStore(2 * BYTES, fresh_seconds=0.0)
+    await put(store, 0)
+    await put(store, 1)
     store.unpin([name(0)] if await store.pin([name(0)], 1) else [])
-    store.put(name(2), picture(2))
+    await put(store, 2)
     assert (name(0) in store, name(1) in store, name(2) in store) == (True, False, True)
     assert store.used_bytes == 2 * BYTES
 
 
 async def test_a_pinned_picture_stays_and_a_full_store_refuses() -> None:
-    store = ImageStore(BYTES)
-    store.put(name(0), picture(0))
+    store = ImageStore(BYTES, room_seconds=0.02, fresh_seconds=0.0)
+    await put(store, 0)
     await store.pin([name(0)], 1)
     with pytest.raises(UnavailableError, match="no room"):
-        store.put(name(1), picture(1))
+        await put(store, 1)
     store.unpin([name(0)])
-    store.put(name(1), picture(1))
+    await put(store, 1)
     assert name(0) not in store
 
 
 async def test_a_request_may_come_before_its_pictures() -> None:
-    store = ImageStore(4 * BYTES)
+    store = ImageStore(4 * BYTES, fresh_seconds=0.0)
     waiting = asyncio.create_task(store.pin([name(1), name(0), name(1)], 5))
     await asyncio.sleep(0)
-    store.put(name(0), picture(0))
-    store.put(name(1), picture(1))
+    await put(store, 0)
+    await put(store, 1)
     got = await waiting
     assert [int(pixels[0, 0, 0]) for pixels in got] == [1, 0, 1]
     store.unpin([name(1), name(0), name(1)])
 
 
 async def test_a_picture_that_never_comes_is_an_error_and_leaves_nothing() -> None:
-    store = ImageStore(BYTES)
-    store.put(name(0), picture(0))
+    store = ImageStore(BYTES, fresh_seconds=0.0)
+    await put(store, 0)
     with pytest.raises(UnavailableError, match="1 of 2 pictures"):
         await store.pin([name(0), name(1)], 0.01)
-    store.put(name(2), picture(2))  # needs the room of 0, so 0 is not pinned any more
+    await put(store, 2)  # needs the room of 0, so 0 is not pinned any more
     waiting = asyncio.create_task(store.pin([name(3)], 5))
     await asyncio.sleep(0)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
     assert list(store._entries) == [name(2)]
+
+
+async def test_room_is_given_in_turn_and_not_that_of_a_picture_whose_request_is_on_its_way() -> None:
+    store = ImageStore(2 * BYTES, fresh_seconds=0.3)
+    await put(store, 0)
+    await put(store, 1)
+    waiting = [asyncio.create_task(put(store, value)) for value in (2, 3, 4)]
+    await asyncio.sleep(0.15)
+    assert (name(0) in store, name(1) in store) == (True, True), "nobody has pinned them yet"
+    await store.pin([name(0)], 1)
+    async with asyncio.timeout(5):
+        await waiting[0]
+    assert (name(0) in store, name(1) in store, name(2) in store) == (True, False, True)
+    await store.pin([name(2)], 1)
+    store.unpin([name(2)])
+    async with asyncio.timeout(0.1):
+        await waiting[1]
+    assert not waiting[2].done()
+    waiting[2].cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert store.used_bytes == 2 * BYTES
 
 
 def chunks(*parts: pb.ImageChunk) -> AsyncIterator[pb.ImageChunk]:
@@ -103,6 +129,20 @@ async def test_intake_trusts_nothing(height: int, width: int, data: int, message
     chunk = pb.ImageChunk(content_hash=b"x" * 16, height=height, width=width, data=bytes(data))
     with pytest.raises(InvalidRequestError, match=message):
         await ImageIntake(store, SIDE, content_hash).take(chunks(chunk))
+    assert store.used_bytes == 0
+
+
+async def test_a_picture_that_stops_on_its_way_holds_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefill.images.READ_SECONDS", 0.02)
+    store = ImageStore(4 * BYTES)
+
+    async def stalls() -> AsyncIterator[pb.ImageChunk]:
+        yield pb.ImageChunk(content_hash=b"x" * 16, height=SIDE, width=SIDE)
+        assert store.used_bytes == BYTES
+        await asyncio.Event().wait()
+
+    with pytest.raises(UnavailableError, match="did not come"):
+        await ImageIntake(store, SIDE, content_hash).take(stalls())
     assert store.used_bytes == 0
 
 

@@ -95,6 +95,7 @@ def test_requests_survive_the_wire() -> None:
     assert convert.stop_from_pb(submit) == stop
     sampling = SamplingParams(temperature=0.5, top_p=0.25, seed=2**64 - 1)
     assert convert.sampling_from_pb(convert.sampling_to_pb(sampling)) == sampling
+    assert convert.sampling_from_pb(convert.sampling_to_pb(SamplingParams(top_p=5e-324))).top_p < 1e-6, "not off"
     assert convert.image_from_pb(convert.image_to_pb(bytes(16), Grid(t=1, h=4, w=6))) == (bytes(16), Grid(t=1, h=4, w=6))
     assert [convert.role_from_pb(convert.role_to_pb(role)) for role in Role] == list(Role)
     assert [convert.finish_from_pb(convert.finish_to_pb(reason)) for reason in FinishReason] == list(FinishReason)
