@@ -71,10 +71,11 @@ def finish_from_pb(reason: int) -> FinishReason | None:
 def sampling_to_pb(sampling: SamplingParams) -> pb.Sampling:
     """The seed is taken modulo 2**64. A top_p that is 0 as float32, which would mean off, becomes one that keeps one token."""
     return pb.Sampling(
-        temperature=sampling.temperature, top_p=max(sampling.top_p, LEAST_TOP_P),
-        seed=sampling.seed % (1 << 64), top_k=sampling.top_k, min_p=sampling.min_p, presence_penalty=sampling.presence_penalty, frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty, biased_token=[token for token, _ in sampling.logit_bias],
-        bias=[bias for _, bias in sampling.logit_bias], logprobs=sampling.logprobs)
+        temperature=sampling.temperature, top_p=max(sampling.top_p, LEAST_TOP_P), top_k=sampling.top_k, min_p=sampling.min_p,
+        seed=sampling.seed % (1 << 64), presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty, repetition_penalty=sampling.repetition_penalty,
+        biased_token=[token for token, _ in sampling.logit_bias], bias=[bias for _, bias in sampling.logit_bias],
+        logprobs=sampling.logprobs)
 
 
 def sampling_from_pb(message: pb.Sampling) -> SamplingParams:

@@ -86,7 +86,8 @@ def test_no_stop_token_before_min_tokens(model: LanguageModel) -> None:
 
 @pytest.mark.parametrize("sampling", [
     SamplingParams(min_p=float("nan")), SamplingParams(repetition_penalty=0.0),
-    SamplingParams(repetition_penalty=1e-38), SamplingParams(top_k=-1), SamplingParams(logprobs=21), SamplingParams(logit_bias=((CHECKPOINT.vocab_size, 1.0),)),
+    SamplingParams(repetition_penalty=1e-38), SamplingParams(top_k=-1), SamplingParams(logprobs=21),
+    SamplingParams(logit_bias=((CHECKPOINT.vocab_size, 1.0),)),
     SamplingParams(logit_bias=((1, 1.0), (1, 2.0))), SamplingParams(presence_penalty=float("inf"))], ids=str)
 def test_refused(model: LanguageModel, sampling: SamplingParams) -> None:
     with pytest.raises(InvalidRequestError):
