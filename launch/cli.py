@@ -131,7 +131,7 @@ def scale(
     address = supervisor or client.get(url, "/status").get("supervisor", "")
     if not address:
         raise ConfigError(f"the router at {url} has no supervisor: its workers were named with --worker")
-    for pool, now in directory.scale(address, wanted).items():
+    for pool, now in sorted(directory.scale(address, wanted).items()):
         typer.echo(f"{pool} {now}")
 
 

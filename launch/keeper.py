@@ -221,7 +221,8 @@ class Keeper:
     async def remove(self, grace_seconds: float) -> None:
         """End it for good, and give its room back."""
         await self.close()
-        await self.end(grace_seconds)
+        if self.ready is not None and await self.end(grace_seconds):
+            self._deployment.report(f"{self.member.name} has drained and ended")
         with contextlib.suppress(LaunchError):
             await self.place.end()
         self.place.kill()

@@ -152,6 +152,8 @@ def child_environment(inherited: Mapping[str, str], wanted: Mapping[str, str], g
 class Node:
     """A node of a Ray cluster."""
 
+    address: str
+    """Where it is; several may be on one machine."""
     total: Mapping[str, float]
     """All that it has, whoever reserved it."""
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -172,17 +174,17 @@ def check_room(wanted: Sequence[Member], cpus: float, gpus: int) -> None:
                                  "the CPU, or join a Ray cluster that has GPUs: ray.address")
         for _ in range(member.world // member.tp):
             if member.bundle["CPU"] > left:
-                text = explain(member, {"127.0.0.1": Node(total={"CPU": cpus})}, {"CPU": left})
+                text = explain(member, [Node(address="127.0.0.1", total={"CPU": cpus})], {"CPU": left})
                 raise PlacementError(f"{text}; ray.cpus says what this machine offers (0: as much as is needed)")
             left -= member.bundle["CPU"]
 
 
-def explain(member: Member, nodes: Mapping[str, Node], free: Mapping[str, float]) -> str:
-    """Which bundle of `member` has no place, and why. `nodes` by address; `free` is what the whole cluster has left."""
+def explain(member: Member, nodes: Sequence[Node], free: Mapping[str, float]) -> str:
+    """Which bundle of `member` has no place, and why. `free` is what the whole cluster has left."""
     bundle, stages = member.bundle, member.world // member.tp
     wanted = f"{_amounts(bundle)} on one node" + (f" with {_labels(member.labels)}" if member.labels else "")
     fit, lacking = 0, []
-    for address, node in nodes.items():
+    for node in nodes:
         wrong = {key: value for key, value in member.labels.items() if not _matches(value, node.labels.get(key))}
         short = {key: value - node.total.get(key, 0.0) for key, value in bundle.items() if node.total.get(key, 0.0) < value}
         if not wrong and not short:
@@ -191,7 +193,7 @@ def explain(member: Member, nodes: Mapping[str, Node], free: Mapping[str, float]
         if wrong:
             has += f" and {_labels({key: node.labels.get(key, 'none') for key in wrong})}"
         missing = ([_amounts(short)] if short else []) + ([_labels(wrong)] if wrong else [])
-        lacking.append(f"node {address} has {has}" + (f", missing {' and '.join(missing)}" if missing else ""))
+        lacking.append(f"node {node.address} has {has}" + (f", missing {' and '.join(missing)}" if missing else ""))
     each = "; ".join(lacking) or "the cluster has no node"
     name = member.name if stages == 1 else f"stage {fit} of {member.name}"
     if fit == 0:

@@ -199,8 +199,8 @@ def reserve(wanted: Sequence[Member], left: Mapping[str, Place], deployment: str
     missing = [place for place in places if not place.group.wait(max(0.1, deadline - time.monotonic()))]
     if not missing:
         return [new.get(one.name) or left[one.name] for one in wanted]
-    nodes = {str(node["NodeManagerAddress"]): members.Node(total=dict(node["Resources"]), labels=dict(node["Labels"]))
-             for node in ray.nodes() if node["Alive"]}
+    nodes = [members.Node(address=node["NodeManagerAddress"], total=node["Resources"], labels=node["Labels"])
+             for node in ray.nodes() if node["Alive"]]
     text = members.explain(missing[0].member, nodes, ray.available_resources())
     for place in places:
         place.release()

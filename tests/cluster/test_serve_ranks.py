@@ -3,6 +3,7 @@ with labels and GPUs."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
@@ -22,7 +23,8 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "deploy" / "examples"
 NODES = [{"num_cpus": 1, "num_gpus": 0, "labels": {"kind": "head"}},
          {"num_cpus": 1, "num_gpus": 2, "labels": {"kind": "prefill"}, "resources": {"nic": 2}},
          {"num_cpus": 1, "num_gpus": 4, "labels": {"kind": "decode"}}]
-FREE = {"head": {"CPU": 1, "GPU": 0, "nic": 0}, "prefill": {"CPU": 1, "GPU": 2, "nic": 2}, "decode": {"CPU": 1, "GPU": 4, "nic": 0}}
+FREE = {"head": {"CPU": 1, "GPU": 0, "nic": 0}, "prefill": {"CPU": 1, "GPU": 2, "nic": 2},
+        "decode": {"CPU": 1, "GPU": 4, "nic": 0}}
 PLACED = ["pools.prefill.tp=2", "pools.prefill.gpus=1", "pools.prefill.cpus=0.25", "pools.prefill.labels.kind=prefill",
           "pools.prefill.resources.nic=0.5", "pools.decode.pp=2", "pools.decode.gpus=2", "pools.decode.cpus=0.25",
           "pools.decode.labels.kind=decode", "router.cpus=0.25", "router.port=0", "model.device=cpu"]
@@ -48,7 +50,7 @@ def ranks(nodes: RayNodes) -> dict[str, dict[int, int]]:
         except OSError:
             continue
         if "--rank" in words and nodes.address in words[words.index("--config-json") + 1]:
-            after = dict(zip(words, words[1:], strict=False))
+            after = dict(itertools.pairwise(words))
             found.setdefault(after["--replica-id"], {})[int(after["--rank"])] = int(entry)
     return found
 
@@ -137,10 +139,10 @@ def test_a_gang_is_placed_restarted_and_taken_over_whole(nodes: RayNodes) -> Non
 @pytest.mark.timeout(120)
 def test_what_has_no_place_is_named_with_what_is_missing(nodes: RayNodes) -> None:
     for setting, missing in [
-        ("pools.decode.pp=3", "no node is left for stage 2 of decode-0, which needs CPU 0.25, GPU 2 on one node with label kind "
-                              "decode; there is room for 2 such: "),
-        ("pools.decode.labels.kind=other", "no node is large enough for stage 0 of decode-0, which needs CPU 0.25, GPU 2 on one "
-                                           "node with label kind other: "),
+        ("pools.decode.pp=3", "no node is left for stage 2 of decode-0, which needs CPU 0.25, GPU 2 on one node with label "
+                              "kind decode; there is room for 2 such: "),
+        ("pools.decode.labels.kind=other", "no node is large enough for stage 0 of decode-0, which needs CPU 0.25, GPU 2 on "
+                                           "one node with label kind other: "),
         ("pools.prefill.resources.nic=1.5", "has CPU 1, GPU 2, nic 2, missing nic 1"),
     ]:
         run = serve(nodes, setting, f"ray.deployment=other-{len(missing)}")

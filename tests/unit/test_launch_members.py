@@ -69,31 +69,32 @@ def replica(*settings: str) -> Member:
 
 
 def test_explains_which_node_lacks_what() -> None:
-    nodes = {"10.0.0.1": Node(total={"CPU": 64.0}), "10.0.0.2": Node(total={"CPU": 2.0, "GPU": 8.0})}
+    nodes = [Node(address="10.0.0.1", total={"CPU": 64.0}), Node(address="10.0.0.2", total={"CPU": 2.0, "GPU": 8.0})]
     text = explain(replica("cpus=4", "gpus=2"), nodes, {})
     assert text == ("no node is large enough for decode-0, which needs CPU 4, GPU 2 on one node: "
                     "node 10.0.0.1 has CPU 64, GPU 0, missing GPU 2; node 10.0.0.2 has CPU 2, GPU 8, missing CPU 2")
 
 
 def test_explains_that_others_hold_the_room() -> None:
-    text = explain(replica("cpus=4"), {"10.0.0.1": Node(total={"CPU": 8.0})}, {"CPU": 3.0})
+    text = explain(replica("cpus=4"), [Node(address="10.0.0.1", total={"CPU": 8.0})], {"CPU": 3.0})
     assert text == ("decode-0 needs CPU 4 on one node, but what is free in the whole cluster is CPU 3: "
                     "the rest is reserved by others")
 
 
 def test_explains_which_stage_has_no_place() -> None:
-    nodes = {"10.0.0.1": Node(total={"CPU": 9.0, "GPU": 8.0}), "10.0.0.2": Node(total={"CPU": 9.0, "GPU": 3.0})}
+    nodes = [Node(address="10.0.0.1", total={"CPU": 9.0, "GPU": 8.0}), Node(address="10.0.0.2", total={"CPU": 9.0, "GPU": 3.0})]
     wanted = ("gpus=1", "tp=4", "pp=3")
     assert explain(replica(*wanted), nodes, {}) == (
         "no node is left for stage 2 of decode-0, which needs CPU 4, GPU 4 on one node; there is room for 2 such: "
         "node 10.0.0.1 has CPU 9, GPU 8; node 10.0.0.2 has CPU 9, GPU 3, missing GPU 1")
-    nodes["10.0.0.2"] = Node(total={"CPU": 9.0, "GPU": 4.0})
+    nodes[1] = Node(address="10.0.0.2", total={"CPU": 9.0, "GPU": 4.0})
     assert explain(replica(*wanted), nodes, {"CPU": 18.0, "GPU": 3.0}).startswith(
         "each of the 3 stages of decode-0 needs CPU 4, GPU 4 on one node, but what is free in the whole cluster is CPU 18,")
 
 
 def test_explains_which_labels_and_resources_are_missing() -> None:
-    nodes = {"10.0.0.1": Node(total={"CPU": 9.0}, labels={"zone": "a"}), "10.0.0.2": Node(total={"CPU": 9.0, "nic": 1.0})}
+    nodes = [Node(address="10.0.0.1", total={"CPU": 9.0}, labels={"zone": "a"}),
+             Node(address="10.0.0.2", total={"CPU": 9.0, "nic": 1.0})]
     assert explain(replica("labels.zone=b", "resources.nic=0.5", "tp=4"), nodes, {}) == (
         "no node is large enough for decode-0, which needs CPU 4, nic 2 on one node with label zone b: "
         "node 10.0.0.1 has CPU 9, nic 0 and label zone a, missing nic 2 and label zone b; "
@@ -105,9 +106,9 @@ def test_explains_which_labels_and_resources_are_missing() -> None:
     ("in(a, b)", "b", True), ("in(a,b)", "c", False), ("!in(a,b)", "c", True), ("!in(a,b)", "b", False),
 ])
 def test_labels_are_read_as_ray_reads_them(wanted: str, value: str | None, fits: bool) -> None:
-    node = Node(total={"CPU": 1.0}, labels={"zone": value} if value else {})
+    node = Node(address="10.0.0.1", total={"CPU": 1.0}, labels={"zone": value} if value else {})
     made = config.load(None, ["pools.decode.role=decode", f"pools.decode.labels.zone='{wanted}'"])
-    assert ("reserved by others" in explain(members(made)[1], {"10.0.0.1": node}, {})) is fits
+    assert ("reserved by others" in explain(members(made)[1], [node], {})) is fits
 
 
 def test_ranks_of_a_replica() -> None:
