@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from slipstream.observability.guard import guarded
@@ -18,6 +18,7 @@ class RouterMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
+        ProcessCollector(registry=registry)
         counter, histogram = guarded(Counter("slipstream_router_metric_faults", "Values that could not be recorded; the log "
                                              "says which.", registry=registry))
         self.requests = counter("slipstream_router_requests", "Requests by route template and HTTP status; of a stream, of "
