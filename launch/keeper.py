@@ -52,6 +52,8 @@ class Deployment:
     is_local: bool = True
     stopping: bool = False
     """True: nothing is started any more."""
+    restarted: bool = False
+    """Something ended by itself: somebody may want to read why."""
 
     def guard(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """A task whose failure is told."""
@@ -153,6 +155,7 @@ class Keeper:
             pause = next_pause(pause, time.monotonic() - self._since if self.ready is not None else 0.0)
             self.ready = None
             shared.directory.remove(member.name)
+            shared.restarted = True
             shared.report(f"{member.name} ended with {how}; starting epoch {self.place.epoch + 1} in {pause:g} s")
             await asyncio.sleep(pause)
             shared.metrics.restarted(member.kind, reason)

@@ -98,7 +98,7 @@ class Member:
         own = config_module.to_dict(dataclasses.replace(self.config, router=router))
         shared = ["--exit-with-parent", "--config-json", json.dumps(own)]
         if self.role is None:
-            return [self.kind, *shared, "--directory", directory]
+            return [self.kind, *shared, "--advertise", host, "--directory", directory]
         ranks = ["--rank", str(rank), "--world", str(self.world), "--master", master] if self.world > 1 else []
         return [self.kind, *shared, "--pool", self.pool, "--replica-id", self.name, "--epoch", str(epoch),
                 "--listen", f"{host}:0", *ranks]

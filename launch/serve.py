@@ -42,7 +42,7 @@ async def until_stopped(urls: tuple[str, ...], stop: asyncio.Event) -> int:
 
 async def _run(config: Config, console: Console, body: Body) -> int:
     stop, hurry = asyncio.Event(), asyncio.Event()
-    catch = _signals(stop, hurry, console)
+    catch = _signals(stop, hurry, console, config.router.drain_seconds)
     catch()
     started = time.monotonic()
 
@@ -67,7 +67,7 @@ async def _run(config: Config, console: Console, body: Body) -> int:
     return status
 
 
-def _signals(stop: asyncio.Event, hurry: asyncio.Event, console: Console) -> Callable[[], None]:
+def _signals(stop: asyncio.Event, hurry: asyncio.Event, console: Console, drain_seconds: float) -> Callable[[], None]:
     """What installs our handlers, as often as it is called."""
     first = 0.0
 
@@ -78,7 +78,8 @@ def _signals(stop: asyncio.Event, hurry: asyncio.Event, console: Console) -> Cal
                 hurry.set()
             return
         first = time.monotonic()
-        console.print("\nstopping; press Ctrl-C again to stop at once", markup=False, highlight=False)
+        console.print(f"\nstopping; running answers may go on for {drain_seconds:g} s; press Ctrl-C again to stop at once",
+                      markup=False, highlight=False)
         stop.set()
 
     def catch() -> None:

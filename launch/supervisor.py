@@ -128,7 +128,7 @@ class Supervisor:
         draining.cancel()
         await asyncio.gather(draining, return_exceptions=True)
         clean = not self._failed and not hurry.is_set() and not self._leave
-        await self._close(hurry, keep_logs=not clean)
+        await self._close(hurry, keep_logs=not clean or self._deployment.restarted)
         if self._opening is not None:
             self._opening.over.set()
         return clean

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ipaddress
 import logging
 import os
 import socket
@@ -30,6 +31,8 @@ def main() -> int:
     parser.add_argument("--worker", action="append", default=[], metavar="HOST:PORT", help="a worker's address; repeatable")
     parser.add_argument("--directory", metavar="HOST:PORT", help="the supervisor's Directory, which lists the workers; "
                         'a line {"directory": "HOST:PORT"} on stdin names another one')
+    parser.add_argument("--advertise", default="", metavar="HOST",
+                        help="where a router that listens on every interface is reached")
     arguments = parser.parse_args()
     try:
         config = process.start(arguments, "router")
@@ -54,6 +57,8 @@ async def _serve(config: Config, arguments: argparse.Namespace) -> None:
                                     access_log=False, log_config=None, timeout_graceful_shutdown=5, server_header=False))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     host, port = listener.getsockname()[:2]
+    if arguments.advertise and ipaddress.ip_address(host).is_unspecified:
+        host = arguments.advertise
     process.announce(http=join_address(host, port), pid=os.getpid())
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)

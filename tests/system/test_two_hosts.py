@@ -6,6 +6,7 @@ Needs root. Where namespaces are not allowed it is skipped with the reason, but 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -34,7 +35,7 @@ cpus = 0.5
 resources = {{ decode_host = 0.1 }}
 
 [router]
-host = "{HERE}"
+host = "0.0.0.0"
 cpus = 0.5
 
 [ray]
@@ -78,12 +79,14 @@ class Hosts:
         return subprocess.run(["ip", "netns", "exec", self.names[host], *command], env=os.environ | OPEN, capture_output=True,
                               text=True, timeout=120, check=False)
 
-    def wait_for(self, log: str, words: str, seconds: float = 120) -> None:
-        """Wait until a log says so."""
+    def wait_for(self, log: str, pattern: str, seconds: float = 120) -> re.Match[str]:
+        """Wait until the log of what was started last says so."""
         deadline = time.monotonic() + seconds
-        while words not in (text := (self.folder / log).read_text()):
-            assert time.monotonic() < deadline, text[-3000:]
+        while (match := re.search(pattern, (self.folder / log).read_text())) is None:
+            assert self._running[-1].poll() is None, (self.folder / log).read_text()[-3000:]
+            assert time.monotonic() < deadline, (self.folder / log).read_text()[-3000:]
             time.sleep(0.2)
+        return match
 
     def close(self) -> None:
         """End what was started, last first, and take the cable out."""
@@ -129,13 +132,13 @@ def test_prefill_here_and_decode_there(hosts: Hosts) -> None:
     (hosts.folder / "two.toml").write_text(CONFIG)
     serve = hosts.start(0, COMMAND, "serve", "--config", str(hosts.folder / "two.toml"), "--set",
                         f"ray.log_dir={hosts.folder}/logs", log="serve")
-    hosts.wait_for("serve", "ready at http://")
+    url = hosts.wait_for("serve", r"ready at (http://\S+);")[1]
 
-    status = hosts.run(1, COMMAND, "status", "--url", f"http://{HERE}:8000")
+    status = hosts.run(1, COMMAND, "status", "--url", url)
     lines = {line.split()[0]: line for line in status.stdout.splitlines() if "-0 " in line}
     assert f" {HERE}:" in lines["prefill-0"], status.stdout
     assert f" {THERE}:" in lines["decode-0"], status.stdout
-    said = hosts.run(1, COMMAND, "chat", "What is in row 2, column 3?", "--image", str(PICTURE), "--url", f"http://{HERE}:8000")
+    said = hosts.run(1, COMMAND, "chat", "What is in row 2, column 3?", "--image", str(PICTURE), "--url", url)
     assert said.stdout == "A purple triangle.\n", said.stderr
 
     serve.send_signal(signal.SIGTERM)
