@@ -10,6 +10,8 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 
+from prometheus_client import CollectorRegistry, ProcessCollector
+
 from cache_transfer.load import CacheLoader
 from cache_transfer.memory import tune_allocator
 from cache_transfer.store import CacheStore
@@ -105,21 +107,28 @@ async def _serve(arguments: argparse.Namespace, identity: Identity, replica: Rep
 
 
 async def _follow(arguments: argparse.Namespace, replica: FollowingReplica) -> int:
-    """Another rank than rank 0: its signals are rank 0's business, which drains."""
-    stop = process.stop_event()
+    """Another rank than rank 0, which ends it: it drains, and a first signal to all ranks must not end this one meanwhile."""
+    process.stop_event()
     store, loader = replica.channel_ends(replica_id=arguments.replica_id, epoch=arguments.epoch)
     server = new_server()
     store.add_to(server)
     address = advertised(await listen(server, arguments.listen), arguments.advertise)
-    following = asyncio.create_task(replica.follow(store, loader, address))
+    registry = CollectorRegistry()  # rank 0 counts the requests
+    ProcessCollector(registry=registry)
+    metrics, shown = MetricsServer(registry), ""
+    if target := metrics_target(arguments.listen, arguments.metrics_listen):
+        shown = reachable(await metrics.listen(target), arguments.listen, address)
     process.announce(replica_id=arguments.replica_id, rank=arguments.rank, address=address, epoch=arguments.epoch,
-                     pid=os.getpid())
-    del stop
+                     pid=os.getpid(), metrics=shown)
     try:
-        await following
+        await replica.follow(store, loader, address)
     except SlipstreamError as error:
         logger.critical("this rank ends: %s", error)
         return 1
+    except Exception as error:
+        logger.critical("this rank ends by a fault: %r", error, exc_info=error)
+        return 1
+    metrics.close()
     await server.stop(STOP_SECONDS)
     await loader.close()
     return 0

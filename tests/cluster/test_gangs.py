@@ -29,11 +29,14 @@ async def test_the_right_answers_in_every_geometry(tmp_path: Path, source: tuple
         decode, *_ = cluster.start_gang("decode", *destination)
         async with pair(prefill.address, decode.address) as both:
             assert len(both.prefill.info.cache_store_addresses) == source[0] * source[1]
+            sent: dict[str, list[int]] = {}
             for sample in samples.all()[::9] * 2:
                 prompt = Prompt(tokens=sample.tokens, pixels=sample.pixels, grids=sample.grids,
                                 stop_ids=checkpoint.eos_token_ids, max_tokens=300)
                 answer = await both.ask(prompt)
                 assert samples.decode(answer.tokens).strip() == sample.answer.strip(), sample.name
+                sent.setdefault(sample.name, []).append(answer.decode.kv_bytes)
+            assert all(again < first for first, again in sent.values()), "what decode has cached is not sent again, to any rank"
             await both.until_empty()
         assert set(cluster.close().values()) == {0}
         assert not [line for running in cluster.processes.values() for line in running.complaints()]
