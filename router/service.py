@@ -91,6 +91,18 @@ class RouterService:
         limits += [info.total_blocks * info.block_size for info in infos if info.role == convert.role_to_pb(Role.DECODE)]
         return min([self._own_context, *(limit for limit in limits if limit)])
 
+    def _context(self, options: Options, prompt: Prompt) -> int:
+        """Context of one choice. All of a request, which share the prompt's whole blocks, must fit on a decode replica at once:
+        who names no max_tokens gets what is left for each."""
+        if options.max_tokens is not None:
+            return self.max_context
+        n, rooms = options.n, [self.max_context]
+        for info in (link.info for link in self.workers.links()):
+            if info is not None and info.role == convert.role_to_pb(Role.DECODE) and info.total_blocks:
+                shared = len(prompt.tokens) // info.block_size
+                rooms.append((info.total_blocks + (n - 1) * shared) // n * info.block_size)
+        return min(rooms)
+
     async def close(self) -> None:
         """End every connection."""
         await self.workers.close()
@@ -200,7 +212,7 @@ class RouterService:
         if unknown := [token for token, _ in sampling.logit_bias if token >= self.checkpoint.vocab_size]:
             raise InvalidRequestError(f"logit_bias names token {unknown[0]}; the vocabulary has {self.checkpoint.vocab_size}",
                                       field="logit_bias")
-        max_tokens = self.builder.max_tokens(prompt, options.max_tokens, self.max_context)
+        max_tokens = self.builder.max_tokens(prompt, options.max_tokens, self._context(options, prompt))
         if options.min_tokens > max_tokens:
             raise InvalidRequestError(f"min_tokens is {options.min_tokens}; there is room for {max_tokens} tokens",
                                       field="min_tokens")

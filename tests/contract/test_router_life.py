@@ -148,6 +148,21 @@ def test_the_smallest_context_of_the_workers_counts(router: Front, stage: Stage)
     assert stage.last.submits[Role.DECODE][0].max_tokens == 10
 
 
+def test_choices_share_the_room_of_a_decode_replica(router: Front, stage: Stage) -> None:
+    workers = [stage.worker(Role.PREFILL), stage.worker(Role.DECODE, total_blocks=100, block_size=16)]
+    router.start([worker.address for worker in workers])
+    router.until_healthy()
+    router.answer("ok")
+    asked = {"model": "demo_model", "prompt": [100] * 170, "n": 3}
+    assert router.post("/v1/completions", asked).status_code == 200
+    # 100 blocks: ten whole ones of the prompt, and thirty more for each choice.
+    assert stage.last.submits[Role.DECODE][0].max_tokens == (10 + 30) * 16 - 170
+    router.answer("ok")
+    answer = router.post("/v1/completions", {**asked, "max_tokens": 1000})
+    assert answer.status_code == 200, "a replica judges what is asked for"
+    assert stage.last.submits[Role.DECODE][0].max_tokens == 1000
+
+
 def test_load_is_spread(router: Front, stage: Stage) -> None:
     workers = [stage.worker(role, replica_id=f"{role.value}-{number}") for role in Role for number in range(2)]
     router.start([worker.address for worker in workers])
