@@ -17,7 +17,7 @@ request_id: ContextVar[str] = ContextVar("request_id", default="")
 class JsonFormatter(logging.Formatter):
     """One JSON object a line: time (UTC), level, process, logger, message, request_id, then what `extra` gave."""
 
-    _standard = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
+    _standard = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -33,7 +33,8 @@ class JsonFormatter(logging.Formatter):
         }
         if current := request_id.get():
             line["request_id"] = current
-        line.update({key: value for key, value in vars(record).items() if key not in self._standard})
+        line.update({key: value for key, value in vars(record).items()
+                     if key not in self._standard and not key.startswith("_")})  # "_": another library's own
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)[-MAX_CHARACTERS:]
         return json.dumps(line, ensure_ascii=False, default=_kind)

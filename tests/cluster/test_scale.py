@@ -45,7 +45,7 @@ async def test_replicas_come_and_go_under_load() -> None:
 
                 async def load(first: int) -> None:
                     nonlocal done
-                    number = first
+                    number = first % len(kinds)
                     while not over.is_set():
                         reply = await send(client, kinds[number], stream=bool(first % 2))
                         if reply.error or reply != right[number]:
