@@ -8,7 +8,9 @@ import ipaddress
 import logging
 import os
 import signal
+import sys
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 
@@ -60,10 +62,13 @@ def main(role: Role, mount: Mount, arguments: Sequence[str] | None = None) -> in
             bound(target, "--metrics-listen").close()
         tune_allocator()
         if place is not None and place.shard.rank > 0:
-            return asyncio.run(_follow(parsed, FollowingReplica(config, role, place)))
+            _leave(asyncio.run(_follow(parsed, FollowingReplica(config, role, place))))
         replica = Replica(config, role, place)
         identity = Identity(replica_id=parsed.replica_id, epoch=parsed.epoch, role=role)
-        return asyncio.run(_serve(parsed, identity, replica, mount))
+        status = asyncio.run(_serve(parsed, identity, replica, mount))
+        if place is not None:
+            _leave(status)
+        return status
     except SlipstreamError as error:
         logger.error("cannot start: %s", error)
         return 2
@@ -132,6 +137,13 @@ async def _follow(arguments: argparse.Namespace, replica: FollowingReplica) -> i
     await server.stop(STOP_SECONDS)
     await loader.close()
     return 0
+
+
+def _leave(status: int) -> NoReturn:
+    """End a process that has groups of ranks, now that all is said: their threads abort it while the interpreter goes down."""
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(status)
 
 
 def advertised(listening: str, advertise: str) -> str:
