@@ -35,7 +35,8 @@ async def test_the_right_answers_in_every_geometry(tmp_path: Path, source: tuple
                                 stop_ids=checkpoint.eos_token_ids, max_tokens=300)
                 answer = await both.ask(prompt)
                 assert samples.decode(answer.tokens).strip() == sample.answer.strip(), sample.name
-                sent.setdefault(sample.name, []).append(answer.decode.kv_bytes)
+                if len(sample.tokens) > 16:  # a whole block
+                    sent.setdefault(sample.name, []).append(answer.decode.kv_bytes)
             assert all(again < first for first, again in sent.values()), "what decode has cached is not sent again, to any rank"
             await both.until_empty()
         assert set(cluster.close().values()) == {0}
