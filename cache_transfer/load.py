@@ -1,13 +1,15 @@
 """Destination side: opens a Transfer from each source rank that holds part of this rank's state, lands the bytes, verifies that
 nothing is missing. Knows no scheduler.
 
-When `CacheLoader.load` has ended, however it ended, nothing writes into the landing any more: bytes are landed between two
-awaits of tasks that are done or cancelled by then, so there is no other writer to wait for.
+When `CacheLoader.load` has ended, however it ended, nothing writes into the landing any more. Most channels land bytes between
+two awaits of tasks that are done by then. On a channel where the source writes, its last word or the end of its stream says
+that it has stopped; if that cannot be heard, `load` does not end before the channel's fence is up: the landing stays reserved.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -16,12 +18,13 @@ from dataclasses import dataclass, replace
 import grpc
 import grpc.aio
 
-from cache_transfer import frames, plan
-from cache_transfer.channels.base import Channel
+from cache_transfer import frames, invitation, plan, spans
 from cache_transfer.coverage import Coverage
 from cache_transfer.handoff import Handoff
 from cache_transfer.links import IDLE_SECONDS, Call, Links
-from cache_transfer.memory import CacheMemory, Landing
+from cache_transfer.memory import CacheMemory
+from cache_transfer.paths import Paths, Way
+from cache_transfer.regions import Landing
 from slipstream.config import TransferConfig
 from slipstream.errors import (
     BusyError,
@@ -41,6 +44,9 @@ logger = logging.getLogger(__name__)
 
 _HEARD_SECONDS = 1.0
 """Longest wait for a source to have heard our last word."""
+
+_GRACE_SECONDS = 5.0
+"""A stream outlives its deadline by so much, so that its source can still say that it has stopped."""
 
 _LATE = "the deadline passed while the prompt's state was on its way"
 
@@ -81,6 +87,18 @@ class Loaded:
         await asyncio.gather(*(_part(call, frames.control(done=pb.Done(committed=committed))) for call in self.calls))
 
 
+@dataclass
+class _Leg:
+    """One stream."""
+
+    call: Call
+    way: Way
+    invited: bool = False
+    """The source may write into the landing ..."""
+    over: bool = False
+    """... until it says that it has stopped."""
+
+
 class _Arrival:
     """What the streams of one load have in common."""
 
@@ -88,7 +106,7 @@ class _Arrival:
         self.began = 0.0
         self.num_tokens = 0
         self.streams: list[asyncio.Task[Loaded]] = []
-        self.calls: list[Call] = []
+        self.legs: list[_Leg] = []
         self._admit = admit
         self._landing: Landing | None = None
         self._decided = asyncio.Event()
@@ -114,21 +132,22 @@ class _Arrival:
 class CacheLoader:
     """One per rank."""
 
-    def __init__(self, memory: CacheMemory, channel: Channel, *, replica_id: str, epoch: int, rank: int,
+    def __init__(self, memory: CacheMemory, paths: Paths, *, replica_id: str, epoch: int, rank: int,
                  config: TransferConfig, idle_seconds: float = IDLE_SECONDS) -> None:
         """`idle_seconds`: after so long without use a connection to a source is closed."""
         assert rank == memory.shard.rank
         self._memory = memory
-        self._path = channel
+        self._paths = paths
         self._geometry = frames.geometry_to_pb(memory.shard.geometry)
         layout = memory.layout
         hello = pb.HelloRequest(replica_id=replica_id, epoch=epoch, rank=rank, geometry=self._geometry,
                                 layout=pb.Layout(hash=layout.hash, fields=layout.fields()))
-        self._links = Links(hello, layout, connect_seconds=config.connect_seconds, idle_seconds=idle_seconds)
+        self._links = Links(hello, layout, paths, connect_seconds=config.connect_seconds, idle_seconds=idle_seconds)
 
     async def close(self) -> None:
-        """Close every connection; loads that still run fail."""
+        """Close every connection, and this rank's channels; loads that still run fail."""
         await self._links.close()
+        await self._paths.close()
 
     async def load(self, addresses: Sequence[str], *, transfer_id: str, attempt: int, source_epoch: int, request_id: str,
                    remaining_seconds: float, admit: Admit) -> Loaded:
@@ -156,15 +175,16 @@ class CacheLoader:
             parts = [stream.result() for stream in done if not stream.cancelled()]
             loaded = Loaded(handed=next((part.handed for part in parts if part.handed), None),
                             kv_bytes=sum(part.kv_bytes for part in parts), state_bytes=sum(part.state_bytes for part in parts),
-                            seconds=max(part.seconds for part in parts), calls=tuple(arrival.calls))
+                            seconds=max(part.seconds for part in parts), calls=tuple(leg.call for leg in arrival.legs))
             return loaded
         except TimeoutError as error:
             raise DeadlineError(_LATE) from error
         finally:
             if loaded is None:
                 arrival.stop()
-                for call in arrival.calls:
-                    call.cancel()
+                await _quiet(arrival, request_id)
+                for leg in arrival.legs:
+                    leg.call.cancel()
 
     async def _source(self, addresses: Sequence[str], epoch: int) -> Shard:
         """The source's rank 0. Raises IncompatibleError unless the addresses are those of all of its ranks."""
@@ -184,13 +204,14 @@ class CacheLoader:
                     raise IncompatibleError(f"at {address} is rank {link.shard.rank} of {link.shard.geometry}, not rank "
                                             f"{source.rank} of {source.geometry}")
                 left = max(0.001, deadline - asyncio.get_running_loop().time())
-                call = link.transfer(left)
-                arrival.calls.append(call)
-                opening = pb.Open(remaining_ms=max(1, int(left * 1000)))
+                leg = _Leg(link.transfer(left + _GRACE_SECONDS), link.way)
+                arrival.legs.append(leg)
+                opening = pb.Open(remaining_ms=max(1, int(left * 1000)), channel=leg.way.channel.name,
+                                  address=leg.way.channel.address())
                 opening.MergeFrom(opened)
-                await call.write(frames.control(open=opening))
+                await leg.call.write(frames.control(open=opening))
                 memory = self._memory.narrowed([(copy.spec, copy.at_destination) for copy in copies])
-                return await self._receive(call, memory, arrival, decides=decides,
+                return await self._receive(leg, memory, arrival, decides=decides,
                                            leads=source.rank == self._memory.shard.rank == 0)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
@@ -201,7 +222,8 @@ class CacheLoader:
                 raise
             raise TransferError(f"the source at {address} cut the Transfer off") from None
 
-    async def _receive(self, call: Call, memory: CacheMemory, arrival: _Arrival, *, decides: bool, leads: bool) -> Loaded:
+    async def _receive(self, leg: _Leg, memory: CacheMemory, arrival: _Arrival, *, decides: bool, leads: bool) -> Loaded:
+        call = leg.call
         num_tokens = (await self._expect(call, "begin")).begin.num_tokens
         try:
             landing = await arrival.place(num_tokens, decides=decides)
@@ -209,8 +231,10 @@ class CacheLoader:
                 await _part(call, frames.control(busy=pb.Busy(reason="no memory for the prompt and its output")))
                 raise BusyError("the decode replica has no memory for this request now", retry_after_seconds=0.1)
             coverage = Coverage(memory, num_tokens, landing.have_tokens)
-            await call.write(frames.control(ready=pb.Ready(have_tokens=landing.have_tokens)))
-            handoff = await self._land(call, memory, landing, coverage, leads=leads)
+            leg.invited = leg.way.channel.direct
+            where = invitation.to_pb(memory.regions, landing) if leg.invited else None
+            await call.write(frames.control(ready=pb.Ready(have_tokens=landing.have_tokens, invitation=where)))
+            handoff = await self._land(leg, memory, landing, coverage, leads=leads)
             return Loaded(handed=handoff, kv_bytes=coverage.kv_bytes, state_bytes=coverage.state_bytes,
                           seconds=time.monotonic() - arrival.began, calls=(call,))
         except (grpc.aio.AioRpcError, BusyError):
@@ -218,21 +242,25 @@ class CacheLoader:
         except Exception as error:
             arrival.stop()
             told = error if isinstance(error, SlipstreamError) else InternalError(f"the destination failed: {error!r}")
-            await _part(call, frames.control(failed=pb.Failed(code=told.code, message=told.message)))
+            leg.over |= await _part(call, frames.control(failed=pb.Failed(code=told.code, message=told.message)))
             raise
 
-    async def _land(self, call: Call, memory: CacheMemory, landing: Landing, coverage: Coverage, *,
+    async def _land(self, leg: _Leg, memory: CacheMemory, landing: Landing, coverage: Coverage, *,
                     leads: bool) -> Handoff | None:
         """Until a stream's part is here and verified; the Handoff of the one that leads."""
         handoff: Handoff | None = None
         while True:
-            frame = frames.parse(await _read(call))
-            if isinstance(frame, tuple):
-                ranges, payload = frame
-                coverage.check(ranges)
-                self._path.land(memory, landing, ranges, payload)
-                coverage.add(ranges, memory, landing)
+            frame = frames.parse(await _read(leg.call))
+            if isinstance(frame, frames.Data):
+                coverage.check(frame.ranges)
+                target = memory.spans(landing, frame.ranges)
+                leg.way.channel.land(leg.way.peer, frame.payload, target)
+                if frame.checksum is not None and frame.checksum != spans.checksum(target):
+                    raise CoverageError(f"{memory.named(frame.ranges)}: the checksum of the bytes that arrived is not that of "
+                                        "those that were sent")
+                coverage.add(frame.ranges)
                 continue
+            leg.over |= frame.WhichOneof("message") in ("failed", "sent")
             match frame.WhichOneof("message"):
                 case "handoff" if handoff is None and leads:
                     handoff = frames.handoff_from_pb(frame.handoff)
@@ -242,14 +270,14 @@ class CacheLoader:
                     if leads:
                         _check(handoff, coverage.num_tokens)
                     if handoff is None or not handoff.finished:  # a finished prompt's bytes are not needed, nor all sent
-                        coverage.verify(frame.sent.kv_bytes, frame.sent.state_bytes, frame.sent.digest)
+                        coverage.verify(frame.sent.kv_bytes, frame.sent.state_bytes)
                     return handoff
                 case other:
                     raise ProtocolError(f"{other} in the middle of a transfer")
 
     async def _expect(self, call: Call, kind: str) -> pb.Control:
         frame = frames.parse(await _read(call))
-        if isinstance(frame, tuple):
+        if isinstance(frame, frames.Data):
             raise ProtocolError(f"data before {kind}")
         if frame.WhichOneof("message") == "failed":
             raise by_code(frame.failed.code, frame.failed.message)
@@ -273,10 +301,44 @@ async def _read(call: Call) -> bytes:
     return frame
 
 
-async def _part(call: Call, last_word: bytes) -> None:
+async def _quiet(arrival: _Arrival, request_id: str) -> None:
+    """Return when nobody writes into the landing any more, even if the caller is cancelled meanwhile."""
+    ending = asyncio.create_task(_stopped(arrival, request_id))
+    while not ending.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.shield(ending)
+
+
+async def _stopped(arrival: _Arrival, request_id: str) -> None:
+    legs = [leg for leg in arrival.legs if leg.invited]
+    if legs:
+        await asyncio.wait(arrival.streams)
+    await asyncio.gather(*(_fenced(leg, request_id) for leg in legs if not leg.over))
+
+
+async def _fenced(leg: _Leg, request_id: str) -> None:
+    word = frames.control(failed=pb.Failed(code=TransferError.code, message="the destination gave up"))
+    if await _part(leg.call, word):
+        return
+    began = time.monotonic()
+    logger.warning("the source of %s does not say that it has stopped writing; its memory is kept from use", request_id)
+    fence = asyncio.create_task(leg.way.channel.fence(leg.way.peer))
+    ended = asyncio.create_task(_ended_well(leg.call))
+    await asyncio.wait((fence, ended), return_when=asyncio.FIRST_COMPLETED)
+    for task in (fence, ended):
+        task.cancel()
+    logger.info("nothing writes for %s any more; its memory was kept for %.1f s", request_id, time.monotonic() - began)
+
+
+async def _ended_well(call: Call) -> None:
+    if await call.code() is not grpc.StatusCode.OK:
+        await asyncio.Event().wait()  # it says nothing
+
+
+async def _part(call: Call, last_word: bytes) -> bool:
     """Say a last word, and wait a moment for the source to end the stream: a cancel on its heels could overtake the word.
 
-    Never raises: a source that has left needs no telling.
+    True if it ended it in order. Never raises: a source that has left needs no telling.
     """
     try:
         async with asyncio.timeout(_HEARD_SECONDS):
@@ -284,11 +346,13 @@ async def _part(call: Call, last_word: bytes) -> None:
             await call.done_writing()
             while isinstance(await call.read(), bytes):
                 pass
+            return await call.code() is grpc.StatusCode.OK
     except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError) as error:
         logger.info("the source left before it heard our last word: %r", error)
     except asyncio.CancelledError:
         if _is_cancelled():
             raise
+    return False
 
 
 def _is_cancelled() -> bool:

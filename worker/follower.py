@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from cache_transfer.load import CacheLoader, Loaded, given
-from cache_transfer.memory import CacheMemory, Landing
+from cache_transfer.memory import CacheMemory
+from cache_transfer.regions import Landing
 from cache_transfer.source import SourceTransfer
 from cache_transfer.store import CacheStore
 from slipstream import checkpoint as checkpoints

@@ -11,10 +11,10 @@ from typing import TypeVar
 
 import torch
 
-from cache_transfer.channels import base
 from cache_transfer.layout import CacheLayout
 from cache_transfer.load import CacheLoader
 from cache_transfer.memory import CacheMemory
+from cache_transfer.paths import open_paths
 from cache_transfer.store import CacheStore
 from slipstream import checkpoint as checkpoints
 from slipstream.checkpoint import Checkpoint
@@ -151,9 +151,9 @@ def cache_tensors(checkpoint: Checkpoint, caches: Sequence[LayerCache], shard: S
 def channel_ends(memory: CacheMemory, config: TransferConfig, *, replica_id: str, epoch: int
                  ) -> tuple[CacheStore, CacheLoader]:
     """A rank's source and destination side."""
-    channel, rank = base.choose(config.channel), memory.shard.rank
-    return (CacheStore(memory, channel, replica_id=replica_id, epoch=epoch, rank=rank, config=config),
-            CacheLoader(memory, channel, replica_id=replica_id, epoch=epoch, rank=rank, config=config))
+    paths, rank = open_paths(config, memory.extent), memory.shard.rank
+    return (CacheStore(memory, paths, replica_id=replica_id, epoch=epoch, rank=rank, config=config),
+            CacheLoader(memory, paths, replica_id=replica_id, epoch=epoch, rank=rank, config=config))
 
 
 def fingerprint(layout: CacheLayout, config: Config) -> str:

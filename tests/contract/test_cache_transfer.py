@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 import pytest
 import torch
 
-from cache_transfer.channels.base import choose
 from cache_transfer.load import CacheLoader, Loaded
-from cache_transfer.memory import Landing
+from cache_transfer.paths import open_paths
+from cache_transfer.regions import Landing
 from slipstream.config import TransferConfig
 from slipstream.errors import (
     BusyError,
@@ -34,8 +34,8 @@ class Destination:
     def __init__(self, dtype: str = "float32", weights: str = "w1") -> None:
         self.layout = transfer_rig.layout(dtype, weights=weights)
         self.memory, self.held = transfer_rig.destination(self.layout)
-        self.loader = CacheLoader(self.memory, choose("grpc"), replica_id="d0", epoch=1, rank=0,
-                                  config=TransferConfig(connect_seconds=5.0))
+        self.loader = CacheLoader(self.memory, open_paths(TransferConfig(), self.memory.extent), replica_id="d0", epoch=1,
+                                  rank=0, config=TransferConfig(connect_seconds=5.0))
 
     async def load(self, source: Source, name: str, *, attempt: int = 0, epoch: int = 1, seconds: float = 20.0,
                    where: Landing | None = HERE) -> Loaded:

@@ -11,14 +11,13 @@ import grpc.aio
 import pytest
 
 from cache_transfer import frames
-from cache_transfer.channels.faults import FaultyChannel
-from cache_transfer.channels.grpc import InlineChannel
-from cache_transfer.frames import Range
-from cache_transfer.memory import Landing
+from cache_transfer.layout import Range
+from cache_transfer.regions import Landing
 from slipstream.errors import CoverageError, ProtocolError
 from slipstream.rpc.server import listen, new_server
 from slipstream.v1 import cache_store_pb2 as pb
 from tests.support import transfer_rig
+from tests.support.damage import Damaging
 from tests.support.transfer_site import destination, handoff, serving
 
 LAYOUT = transfer_rig.layout()
@@ -30,7 +29,7 @@ ROW = LAYOUT.tensors[KV].unit_bytes
 
 
 def data(*ranges: Range, payload: int) -> bytes:
-    return frames.data_header(ranges) + bytes(payload)
+    return frames.data_header(ranges, None) + bytes(payload)
 
 
 HANDOFF = frames.control(handoff=frames.handoff_to_pb(handoff(TOKENS)))
@@ -38,7 +37,8 @@ SENT = frames.control(sent=pb.Sent())
 TWICE = frames.handoff_to_pb(handoff(TOKENS))
 TWICE.choices.add(choice=0, first_token=9)
 
-RUBBISH = [b"", b"\x02", b"\x00\xff\xff", b"\x01", b"\x01\xff\xff\xff\xff", b"\x01\x01\x00\x00\x00",
+RUBBISH = [b"", b"\x02", b"\x00\xff\xff", b"\x01", b"\x01" + bytes(9) + b"\xff\xff\xff\xff",
+           b"\x01" + bytes(9) + b"\x01\x00\x00\x00", b"\x01\x02" + bytes(12),
            data(Range(KV, 0, 4), payload=4 * ROW), frames.control(),
            frames.control(begin=pb.Begin()), frames.control(open=pb.Open()), frames.control(sent=pb.Sent())]
 
@@ -56,7 +56,7 @@ async def test_rubbish_from_a_destination_fails_its_own_prompt_only(when: str, r
             call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(f"/{frames.SERVICE}/Transfer")()
             if when != "first":
                 await call.write(frames.control(open=pb.Open(transfer_id="t", epoch=1, request_id="r", remaining_ms=20_000,
-                                                             compatibility_hash=LAYOUT.hash)))
+                                                             channel="grpc", compatibility_hash=LAYOUT.hash)))
                 assert await told(call) == "begin"
             if when == "after Ready":
                 await call.write(frames.control(ready=pb.Ready()))
@@ -87,7 +87,7 @@ async def told(call: grpc.aio.StreamStreamCall[bytes, bytes]) -> str:
 async def scripted(script: Sequence[bytes], heard: list[str]) -> AsyncIterator[str]:
     """A source that says all the right words up to Ready, and then these; `heard`: what the destination says to it."""
     async def hello(request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
-        return pb.HelloReply(replica_id="p0", epoch=1, compatible=True,
+        return pb.HelloReply(replica_id="p0", epoch=1, compatible=True, channels={"grpc": b""},
                              layout=pb.Layout(hash=LAYOUT.hash, fields=LAYOUT.fields())).SerializeToString()
 
     async def transfer(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
@@ -142,23 +142,18 @@ async def test_rubbish_from_a_source_is_refused_before_it_lands(script: list[byt
 
 async def test_a_bit_that_flips_in_any_frame_is_never_committed() -> None:
     """Also of one layer among several whose other layers arrived whole."""
-    packed, broken = 0, -1
-
-    def damage(number: int, frame: bytes) -> bytes:
-        nonlocal packed
-        packed += 1
-        return frame[:-1] + bytes((frame[-1] ^ 0x10,)) if packed == broken else frame
-
-    async with serving(FaultyChannel(InlineChannel(), damage), frame_bytes=1500) as site, destination(site.address) as here:
+    broken = -1
+    channel = Damaging(lambda number: number == broken)
+    async with serving(channel, frame_bytes=1500) as site, destination(site.address) as here:
         site.compute(site.prompt("whole", TOKENS)[0], TOKENS)
         await (await here.load("whole")).close(committed=True)
-        frames_of_a_prompt = packed
+        frames_of_a_prompt = channel.sent
         assert frames_of_a_prompt > 4
-        for broken in range(1, frames_of_a_prompt + 1):
-            packed = 0
+        for broken in range(frames_of_a_prompt):
+            channel.sent = 0
             transfer, log = site.prompt(f"t{broken}", TOKENS)
             site.compute(transfer, TOKENS)
-            with pytest.raises(CoverageError, match="digest"):
+            with pytest.raises(CoverageError, match="checksum"):
                 await here.load(f"t{broken}")
             await log.until("ready", "failed")
         assert site.store.open_transfers == 0
