@@ -23,6 +23,8 @@ class Coverage:
         self._tensors = of.tensors
         self.num_tokens = num_tokens
         self.done = [have_tokens if spec.kind is Kind.KV else 0 for spec in of.tensors]
+        self.total_bytes = sum((spec.units(num_tokens) - done) * (spec.unit_bytes if spec.kind is Kind.KV else 1)
+                               for spec, done in zip(of.tensors, self.done, strict=True))
         self.kv_bytes = 0
         self.state_bytes = 0
 

@@ -36,6 +36,8 @@ class Link:
         self.channel = connect(address)
         self.shard: Shard
         """Which rank it is, once it was greeted."""
+        self.replica_id: str
+        """Whose it is, once it was greeted."""
         self.way: Way
         """How its memory is read, once it was greeted."""
         self.users = 0
@@ -154,6 +156,7 @@ class Links:
         differ = differences(self._layout.fields(), dict(reply.layout.fields))
         if differ or not reply.compatible:
             raise IncompatibleError(f"{reply.replica_id} at {address} keeps its cache another way: {differ or reply.reason}")
+        link.replica_id = reply.replica_id
         link.shard = Shard(geometry=frames.geometry_from_pb(reply, len(self._layout.layers)), rank=reply.rank)
         plan.check(self._layout, link.shard)
 

@@ -24,6 +24,7 @@ from cache_transfer.handoff import Handoff
 from cache_transfer.links import IDLE_SECONDS, Call, Links
 from cache_transfer.memory import CacheMemory
 from cache_transfer.paths import Paths, Way
+from cache_transfer.record import CANCELLED, COMMITTED, CUT, DISCARDED, RECEIVE, StreamRecord
 from cache_transfer.regions import Landing
 from slipstream.config import TransferConfig
 from slipstream.errors import (
@@ -75,6 +76,7 @@ class Loaded:
     seconds: float
     """From Begin to the last verified byte."""
     calls: tuple[Call, ...]
+    records: tuple[StreamRecord, ...]
 
     @property
     def handoff(self) -> Handoff:
@@ -84,6 +86,8 @@ class Loaded:
 
     async def close(self, *, committed: bool) -> None:
         """Tell the source that its copy may go. Never raises: a source that died needs no telling."""
+        for record in self.records:
+            record.end(time.monotonic(), COMMITTED if committed else DISCARDED)
         await asyncio.gather(*(_part(call, frames.control(done=pb.Done(committed=committed))) for call in self.calls))
 
 
@@ -93,6 +97,8 @@ class _Leg:
 
     call: Call
     way: Way
+    record: StreamRecord
+    stream: asyncio.Task[Loaded] | None
     invited: bool = False
     """The source may write into the landing ..."""
     over: bool = False
@@ -136,6 +142,7 @@ class CacheLoader:
                  config: TransferConfig, idle_seconds: float = IDLE_SECONDS) -> None:
         """`idle_seconds`: after so long without use a connection to a source is closed."""
         assert rank == memory.shard.rank
+        self._replica_id = replica_id
         self._memory = memory
         self._paths = paths
         self._geometry = frames.geometry_to_pb(memory.shard.geometry)
@@ -159,9 +166,11 @@ class CacheLoader:
         """
         deadline = asyncio.get_running_loop().time() + remaining_seconds
         opened = pb.Open(transfer_id=transfer_id, attempt=attempt, epoch=source_epoch, request_id=request_id,
-                         compatibility_hash=self._memory.layout.hash, geometry=self._geometry, rank=self._memory.shard.rank)
+                         compatibility_hash=self._memory.layout.hash, geometry=self._geometry, rank=self._memory.shard.rank,
+                         replica_id=self._replica_id)
         arrival = _Arrival(admit)
         loaded: Loaded | None = None
+        outcome = CUT  # of streams that did not end by themselves
         try:
             async with asyncio.timeout_at(deadline):
                 source = await self._source(addresses, source_epoch)
@@ -175,16 +184,22 @@ class CacheLoader:
             parts = [stream.result() for stream in done if not stream.cancelled()]
             loaded = Loaded(handed=next((part.handed for part in parts if part.handed), None),
                             kv_bytes=sum(part.kv_bytes for part in parts), state_bytes=sum(part.state_bytes for part in parts),
-                            seconds=max(part.seconds for part in parts), calls=tuple(leg.call for leg in arrival.legs))
+                            seconds=max(part.seconds for part in parts), calls=tuple(leg.call for leg in arrival.legs),
+                            records=tuple(leg.record for leg in arrival.legs))
             return loaded
         except TimeoutError as error:
+            outcome = DeadlineError.code
             raise DeadlineError(_LATE) from error
+        except asyncio.CancelledError:
+            outcome = CANCELLED
+            raise
         finally:
             if loaded is None:
                 arrival.stop()
                 await _quiet(arrival, request_id)
                 for leg in arrival.legs:
                     leg.call.cancel()
+                    leg.record.end(time.monotonic(), _failure(leg.stream) or outcome)
 
     async def _source(self, addresses: Sequence[str], epoch: int) -> Shard:
         """The source's rank 0. Raises IncompatibleError unless the addresses are those of all of its ranks."""
@@ -204,7 +219,10 @@ class CacheLoader:
                     raise IncompatibleError(f"at {address} is rank {link.shard.rank} of {link.shard.geometry}, not rank "
                                             f"{source.rank} of {source.geometry}")
                 left = max(0.001, deadline - asyncio.get_running_loop().time())
-                leg = _Leg(link.transfer(left + _GRACE_SECONDS), link.way)
+                leg = _Leg(link.transfer(left + _GRACE_SECONDS), link.way, self._paths.transfers.open(
+                    RECEIVE, request_id=opened.request_id, transfer_id=opened.transfer_id, attempt=opened.attempt,
+                    rank=opened.rank, peer=link.replica_id, peer_rank=source.rank, channel=link.way.channel.name,
+                    now=time.monotonic()), asyncio.current_task())
                 arrival.legs.append(leg)
                 opening = pb.Open(remaining_ms=max(1, int(left * 1000)), channel=leg.way.channel.name,
                                   address=leg.way.channel.address())
@@ -225,18 +243,20 @@ class CacheLoader:
     async def _receive(self, leg: _Leg, memory: CacheMemory, arrival: _Arrival, *, decides: bool, leads: bool) -> Loaded:
         call = leg.call
         num_tokens = (await self._expect(call, "begin")).begin.num_tokens
+        leg.record.begun = time.monotonic()
         try:
             landing = await arrival.place(num_tokens, decides=decides)
             if landing is None:
                 await _part(call, frames.control(busy=pb.Busy(reason="no memory for the prompt and its output")))
                 raise BusyError("the decode replica has no memory for this request now", retry_after_seconds=0.1)
             coverage = Coverage(memory, num_tokens, landing.have_tokens)
+            leg.record.ready, leg.record.coverage = time.monotonic(), coverage
             leg.invited = leg.way.channel.direct
             where = invitation.to_pb(memory.regions, landing) if leg.invited else None
             await call.write(frames.control(ready=pb.Ready(have_tokens=landing.have_tokens, invitation=where)))
             handoff = await self._land(leg, memory, landing, coverage, leads=leads)
             return Loaded(handed=handoff, kv_bytes=coverage.kv_bytes, state_bytes=coverage.state_bytes,
-                          seconds=time.monotonic() - arrival.began, calls=(call,))
+                          seconds=time.monotonic() - arrival.began, calls=(call,), records=(leg.record,))
         except (grpc.aio.AioRpcError, BusyError):
             raise
         except Exception as error:
@@ -259,6 +279,10 @@ class CacheLoader:
                     raise CoverageError(f"{memory.named(frame.ranges)}: the checksum of the bytes that arrived is not that of "
                                         "those that were sent")
                 coverage.add(frame.ranges)
+                if leg.record.first_byte is None:
+                    leg.record.first_byte = time.monotonic()
+                if coverage.kv_bytes + coverage.state_bytes == coverage.total_bytes:
+                    leg.record.last_byte = time.monotonic()
                 continue
             leg.over |= frame.WhichOneof("message") in ("failed", "sent")
             match frame.WhichOneof("message"):
@@ -301,6 +325,13 @@ async def _read(call: Call) -> bytes:
     return frame
 
 
+def _failure(stream: asyncio.Task[Loaded] | None) -> str:
+    """The code of what a stream failed of by itself; empty: it did not."""
+    if stream is None or not stream.done() or stream.cancelled() or (error := stream.exception()) is None:
+        return ""
+    return error.code if isinstance(error, SlipstreamError) else InternalError.code
+
+
 async def _quiet(arrival: _Arrival, request_id: str) -> None:
     """Return when nobody writes into the landing any more, even if the caller is cancelled meanwhile."""
     ending = asyncio.create_task(_stopped(arrival, request_id))
@@ -320,7 +351,7 @@ async def _fenced(leg: _Leg, request_id: str) -> None:
     word = frames.control(failed=pb.Failed(code=TransferError.code, message="the destination gave up"))
     if await _part(leg.call, word):
         return
-    began = time.monotonic()
+    leg.record.quarantined = began = time.monotonic()
     logger.warning("the source of %s does not say that it has stopped writing; its memory is kept from use", request_id)
     fence = asyncio.create_task(leg.way.channel.fence(leg.way.peer))
     ended = asyncio.create_task(_ended_well(leg.call))

@@ -20,6 +20,7 @@ from cache_transfer.channels.faults import Faults, Write
 from cache_transfer.channels.grpc import InlineChannel
 from cache_transfer.channels.local import LocalChannel
 from cache_transfer.spans import Spans
+from cache_transfer.transfers import Transfers
 from slipstream.config import FaultsConfig, TransferConfig
 from slipstream.errors import ConfigError, IncompatibleError, SlipstreamError, TransferError
 from slipstream.v1 import cache_store_pb2 as pb
@@ -47,6 +48,8 @@ class Paths:
     def __init__(self, channels: Sequence[Channel], probe: Probe | None = None, faults: Faults | None = None) -> None:
         """`channels`: the one to be preferred first. `probe`: memory that they can move. `faults`: of all that goes out."""
         self._channels = {channel.name: channel if faults is None else faults.channel(channel) for channel in channels}
+        self.transfers = Transfers()
+        """What moves on them, both ways."""
         self._probe = probe or Probe()
         self._faults = faults
         self._probing = asyncio.Lock()  # of this side as a source
@@ -83,8 +86,10 @@ class Paths:
         for name, channel in self._channels.items():
             if name not in theirs:
                 failed.append(f"{name}: {peer} does not offer it")
+                self.transfers.tried(name, "not_offered")
                 continue
             reason = await self._try(channel, theirs[name], ask)
+            self.transfers.tried(name, "failed" if reason else "chosen")
             if not reason:
                 logger.info("%s is read by %s%s", peer, name, f" ({'; '.join(failed)})" if failed else "")
                 return Way(channel, theirs[name])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -20,6 +21,8 @@ from cache_transfer.channels.base import LostError, UnsettledError
 from cache_transfer.handoff import Handoff
 from cache_transfer.memory import CacheMemory
 from cache_transfer.paths import Paths
+from cache_transfer.record import COMMITTED, CUT, DISCARDED, StreamRecord
+from cache_transfer.record import LOST as WAS_LOST
 from cache_transfer.regions import Landing
 from cache_transfer.stream import LOST, Prompt, Read, Stream, Write
 from slipstream.config import TransferConfig
@@ -79,6 +82,7 @@ class SourceTransfer:
         self._streams: dict[int, Stream] = {}  # the attempt's, by destination rank
         self._to: Geometry | None = None  # the attempt's destination; None: the attempt is over, nobody can join it
         self._over = False
+        self._committed: bool | None = None  # what its done said
         self._lease: asyncio.TimerHandle | None = None
         self._start_lease()
 
@@ -146,10 +150,10 @@ class SourceTransfer:
 
     # The streams ------------------------------------------------------------------------------------------------------
 
-    async def serve(self, opened: pb.Open, read: Read, write: Write) -> None:
+    async def serve(self, opened: pb.Open, read: Read, write: Write, record: StreamRecord) -> None:
         """Hold the transfer for one destination rank until all of them are done, or one is busy or lost, or a higher attempt
         supersedes them. `opened` names a rank that passed `plan.check`."""
-        stream = self._join(opened, read, write)
+        stream = self._join(opened, read, write, record)
         reason, unsettled = LOST, False
         try:
             async with asyncio.timeout(opened.remaining_ms / 1000):
@@ -169,12 +173,13 @@ class SourceTransfer:
             logger.exception("sending %s failed", self.transfer_id)
             await self._give_up(stream, InternalError(f"sending the prompt's state failed: {error!r}"), write)
         finally:
+            record.end(time.monotonic(), self._outcome(stream))
             if self._holds(stream) and not self._over:
                 self._settle(stream, reason)
         if unsettled:
             raise UnsettledError(reason)
 
-    def _join(self, opened: pb.Open, read: Read, write: Write) -> Stream:
+    def _join(self, opened: pb.Open, read: Read, write: Write, record: StreamRecord) -> Stream:
         """Take a destination rank into its attempt. Raises what makes that impossible."""
         if self._over:
             raise TransferError(f"transfer {self.transfer_id} has ended")
@@ -194,13 +199,24 @@ class SourceTransfer:
         elif to.geometry != self._to:
             raise ProtocolError(f"attempt {self.attempt} at transfer {self.transfer_id} comes from {self._to}, and from "
                                 f"{to.geometry}")
+        way = self._paths.way(opened.channel, opened.address)
+        record.channel = way.channel.name
         stream = self._streams[to.rank] = Stream(
             self._prompt, self._memory.narrowed([(copy.spec, copy.at_source) for copy in copies]),
-            self._paths.way(opened.channel, opened.address), leads=here.rank == to.rank == 0, checksum=self._config.checksum,
-            stall_seconds=self._config.stall_seconds, read=read, write=write, on_ready=self._is_ready)
+            way, leads=here.rank == to.rank == 0, checksum=self._config.checksum, stall_seconds=self._config.stall_seconds,
+            read=read, write=write, on_ready=self._is_ready, record=record)
         if to.rank == 0:
             self._end_lease()
         return stream
+
+    def _outcome(self, stream: Stream) -> str:
+        """Of a stream that ends now."""
+        committed = self._committed if stream.committed is None else stream.committed
+        if committed is not None:
+            return COMMITTED if committed else DISCARDED
+        if self.error is not None:
+            return self.error.code
+        return WAS_LOST if self._holds(stream) else CUT
 
     def _holds(self, stream: Stream) -> bool:
         return stream in self._streams.values()
@@ -257,6 +273,7 @@ class SourceTransfer:
                                     retry_after_seconds=1.0))
 
     def _finish(self, *, committed: bool) -> None:
+        self._committed = committed
         self._cut()
         self._end(lambda: self._listener.done(committed))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 
@@ -20,7 +21,9 @@ from cache_transfer.frames import SERVICE
 from cache_transfer.layout import differences
 from cache_transfer.memory import CacheMemory
 from cache_transfer.paths import Paths
+from cache_transfer.record import LOST, SEND, StreamRecord
 from cache_transfer.source import SourceTransfer, TransferListener
+from cache_transfer.transfers import Transfers
 from slipstream.config import TransferConfig
 from slipstream.errors import IncompatibleError, InvalidRequestError, ProtocolError, SlipstreamError, TransferError
 from slipstream.sharding import Shard
@@ -82,6 +85,11 @@ class CacheStore:
         """Prompts that are announced and not over."""
         return len(self._transfers)
 
+    @property
+    def transfers(self) -> Transfers:
+        """The streams of this rank, both ways."""
+        return self._paths.transfers
+
     def _forget(self, transfer: SourceTransfer) -> None:
         self._transfers.pop(transfer.transfer_id, None)
         self._bury(transfer.transfer_id, transfer.error or TransferError(f"transfer {transfer.transfer_id} is over"))
@@ -140,16 +148,25 @@ class CacheStore:
             opened = frames.parse(first) if first is not None else None
             if not isinstance(opened, pb.Control) or opened.WhichOneof("message") != "open":
                 raise ProtocolError("a Transfer stream starts with Open")
-            transfer = await self._find(opened.open)
         except SlipstreamError as error:
             await context.write(frames.control(failed=pb.Failed(code=error.code, message=error.message)))
             return
+        record = self._record(opened.open)
         try:
-            await transfer.serve(opened.open, read, self._paths.writer(context.write))
+            transfer = await self._find(opened.open)
+            await transfer.serve(opened.open, read, self._paths.writer(context.write), record)
         except SlipstreamError as error:
+            record.end(time.monotonic(), error.code)
             await context.write(frames.control(failed=pb.Failed(code=error.code, message=error.message)))
         except UnsettledError as error:  # the end of a stream says that nothing is written any more; this one must not say so
             await context.abort(grpc.StatusCode.ABORTED, str(error))
+        finally:
+            record.end(time.monotonic(), LOST)
+
+    def _record(self, opened: pb.Open) -> StreamRecord:
+        return self.transfers.open(SEND, request_id=opened.request_id, transfer_id=opened.transfer_id, attempt=opened.attempt,
+                                   rank=self._memory.shard.rank, peer=opened.replica_id, peer_rank=opened.rank,
+                                   now=time.monotonic())
 
     async def _find(self, opened: pb.Open) -> SourceTransfer:
         """The transfer that Open names. Raises what makes it impossible."""

@@ -6,6 +6,7 @@ Memory is read between two awaits only, and each time after a look at whether th
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 
 from cache_transfer import frames, invitation, spans
@@ -16,6 +17,7 @@ from cache_transfer.invitation import Invitation
 from cache_transfer.layout import Kind, Range, TensorSpec
 from cache_transfer.memory import CacheMemory
 from cache_transfer.paths import Way
+from cache_transfer.record import BUSY, StreamRecord
 from cache_transfer.regions import Landing
 from slipstream.errors import ProtocolError, SlipstreamError, by_code
 from slipstream.v1 import cache_store_pb2 as pb
@@ -73,7 +75,7 @@ class Stream:
     """Made in the task that serves it."""
 
     def __init__(self, prompt: Prompt, memory: CacheMemory, way: Way, *, leads: bool, checksum: bool, stall_seconds: float,
-                 read: Read, write: Write, on_ready: Callable[[], None]) -> None:
+                 read: Read, write: Write, on_ready: Callable[[], None], record: StreamRecord) -> None:
         """`memory`: narrowed to what this stream carries. `leads`: it joins the ranks 0, so it carries the Handoff.
         `stall_seconds`: longest wait for the destination to take one frame."""
         task = asyncio.current_task()
@@ -94,6 +96,7 @@ class Stream:
         self._read = read
         self._write = write
         self._on_ready = on_ready
+        self._record = record
 
     async def converse(self) -> None:
         """Until the destination has said Done. Raises LostError, or what ended the prompt or the conversation instead."""
@@ -104,9 +107,11 @@ class Stream:
             cached = prompt.begun or 0 if self._leads else 0
             await self._write(frames.control(begin=pb.Begin(num_tokens=prompt.num_tokens, cached_tokens=cached,
                                                             num_layers=len(self._memory.layout.layers))))
+            self._record.begun = time.monotonic()
             answer = await self._answer(reader)
             kind = answer.WhichOneof("message")
             if kind == "busy":
+                self._record.outcome = BUSY
                 raise LostError(f"the destination is busy: {answer.busy.reason}")
             if kind != "ready":
                 raise ProtocolError(f"{kind} instead of Ready or Busy")
@@ -114,6 +119,7 @@ class Stream:
             if self._way.channel.direct:
                 self._invited = invitation.from_pb(answer.ready.invitation, self._memory.regions)
             self.ready = True
+            self._record.ready, self._record.coverage = time.monotonic(), coverage
             self._on_ready()
             reader = self._listen()
             await self._push(coverage, reader)
@@ -141,7 +147,11 @@ class Stream:
                 continue
             prompt.raise_if_failed()
             coverage.add(ranges)
+            if self._record.first_byte is None:
+                self._record.first_byte = time.monotonic()
             await self._send(ranges)
+            if coverage.kv_bytes + coverage.state_bytes == coverage.total_bytes:
+                self._record.last_byte = time.monotonic()
             prompt.raise_if_failed()
 
     async def _send(self, ranges: list[Range]) -> None:

@@ -87,6 +87,15 @@ def status(
 
 
 @app.command()
+def transfers(url: Url = DEFAULT_URL, json_: AsJson = False) -> None:
+    """Show the transfers in flight between prefill and decode replicas, and how far they are."""
+    from launch import client
+    from launch.transfers import show
+
+    show(client.get(url, "/status?detail=transfers"), as_json=json_)
+
+
+@app.command()
 def chat(
     text: Annotated[str, typer.Argument(help="What to ask.")],
     image: Annotated[list[Path] | None, typer.Option("--image", help="A PNG, JPEG or WebP file; may be repeated.")] = None,

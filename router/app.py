@@ -24,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from router import openai
 from router.events import EventStream
+from router.inspect import DETAILS
 from router.reader import Piece, Reader
 from router.service import RouterService, Ticket, new_request_id, report
 from router.stream import DONE, Shape, error_body, event
@@ -93,8 +94,8 @@ class App:
         return Response(self._service.metrics.exposition(), media_type=CONTENT_TYPE)
 
     async def _status(self, request: Request) -> Response:
-        if request.query_params.get("detail") == "1":
-            return _respond(await self._service.details())
+        if (detail := request.query_params.get("detail", "")) in DETAILS:
+            return _respond(await self._service.details(detail))
         return _respond(self._service.status())
 
     async def _models(self, request: Request) -> Response:

@@ -263,10 +263,10 @@ class RouterService:
                 "max_in_flight": self.limits.max_in_flight, "supervisor": self.workers.directory,
                 "replicas": [_describe(link) for link in self.workers.links()]}
 
-    async def details(self) -> dict[str, Any]:
-        """`status`, with the kernel table and the ledgers of every connected worker."""
+    async def details(self, detail: str) -> dict[str, Any]:
+        """`status`, with the insides of every connected worker; `detail`: which, of `router.inspect.DETAILS`."""
         links = self.workers.links()
-        told = await asyncio.gather(*(inspect(link) for link in links))
+        told = await asyncio.gather(*(inspect(link, detail) for link in links))
         return {**self.status(), "replicas": [_describe(link) | more for link, more in zip(links, told, strict=True)]}
 
 

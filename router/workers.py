@@ -144,10 +144,11 @@ class WorkerLink:
             raise UnavailableError(f"the prefill worker did not take a picture: {error.code().name} {error.details()}",
                                    retry_after_seconds=1.0) from error
 
-    async def inspect(self, timeout_seconds: float) -> worker_pb2.InspectReply:
-        """Its kernel table and who holds its memory. Raises UnavailableError."""
+    async def inspect(self, timeout_seconds: float, *, only_transfers: bool) -> worker_pb2.InspectReply:
+        """Its transfers in flight, its kernel table and who holds its memory. Raises UnavailableError."""
         try:
-            return await self._stub.Inspect(worker_pb2.InspectRequest(), timeout=timeout_seconds)
+            asked = worker_pb2.InspectRequest(only_transfers=only_transfers)
+            return await self._stub.Inspect(asked, timeout=timeout_seconds)
         except grpc.aio.AioRpcError as error:
             raise UnavailableError(f"it did not answer: {error.code().name} {error.details()}") from error
 

@@ -19,6 +19,7 @@ from cache_transfer.memory import tune_allocator
 from cache_transfer.store import CacheStore
 from slipstream import process
 from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.observability.transfer_metrics import TransferMetrics
 from slipstream.rpc.server import bound, join_address, listen, new_server, split_address
 from slipstream.types import Role
 from worker import ranks
@@ -26,6 +27,7 @@ from worker.follower import FollowingReplica
 from worker.metrics import MetricsServer, metrics_target, reachable
 from worker.replica import Replica
 from worker.service import Identity, WorkerService
+from worker.transfers import serve_rank
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +64,7 @@ def main(role: Role, mount: Mount, arguments: Sequence[str] | None = None) -> in
             bound(target, "--metrics-listen").close()
         tune_allocator()
         if place is not None and place.shard.rank > 0:
-            _leave(asyncio.run(_follow(parsed, FollowingReplica(config, role, place))))
+            _leave(asyncio.run(_follow(parsed, role, FollowingReplica(config, role, place))))
         replica = Replica(config, role, place)
         identity = Identity(replica_id=parsed.replica_id, epoch=parsed.epoch, role=role)
         status = asyncio.run(_serve(parsed, identity, replica, mount))
@@ -79,6 +81,8 @@ async def _serve(arguments: argparse.Namespace, identity: Identity, replica: Rep
     store, loader = replica.channel_ends(replica_id=identity.replica_id, epoch=identity.epoch)
     service = mount(identity, replica, store, loader)
     server = new_server()
+    service.transfers = store.transfers
+    store.transfers.metrics = TransferMetrics(service.metrics.registry, identity.role, store.transfers.quarantined)
     service.add_to(server)
     store.add_to(server)
     service.address = advertised(await listen(server, arguments.listen), arguments.advertise)
@@ -111,15 +115,17 @@ async def _serve(arguments: argparse.Namespace, identity: Identity, replica: Rep
     return 1 if died else 0
 
 
-async def _follow(arguments: argparse.Namespace, replica: FollowingReplica) -> int:
+async def _follow(arguments: argparse.Namespace, role: Role, replica: FollowingReplica) -> int:
     """Another rank than rank 0, which ends it: it drains, and a first signal to all ranks must not end this one meanwhile."""
     process.stop_event()
     store, loader = replica.channel_ends(replica_id=arguments.replica_id, epoch=arguments.epoch)
     server = new_server()
     store.add_to(server)
+    serve_rank(server, store.transfers)
     address = advertised(await listen(server, arguments.listen), arguments.advertise)
     registry = CollectorRegistry()  # rank 0 counts the requests
     ProcessCollector(registry=registry)
+    store.transfers.metrics = TransferMetrics(registry, role, store.transfers.quarantined)
     metrics, shown = MetricsServer(registry), ""
     if target := metrics_target(arguments.listen, arguments.metrics_listen):
         shown = reachable(await metrics.listen(target), arguments.listen, address)

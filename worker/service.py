@@ -16,6 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[i
 from prometheus_client import CollectorRegistry
 
 import slipstream
+from cache_transfer.transfers import Transfers
 from slipstream.engine.engine import Engine
 from slipstream.errors import InternalError, InvalidRequestError, SlipstreamError
 from slipstream.observability.worker_metrics import WorkerMetrics
@@ -28,6 +29,7 @@ from worker.jobs import Jobs, RoleWorker
 from worker.metrics import LegMetrics
 from worker.replica import Replica, StepNews
 from worker.session import Session
+from worker.transfers import of_all_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +60,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         """Where peers and routers reach this process; set once it listens."""
         self.other_addresses: list[str] = []
         """Where the CacheStores of the replica's other ranks listen, by rank."""
+        self.transfers = Transfers()
+        """Of rank 0; set before it listens."""
         self.metrics_address = ""
         """Where `GET /metrics` is answered; empty: nowhere."""
         self.dead = asyncio.Event()
@@ -244,11 +248,17 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         return pb.DrainReply(unfinished=await self.drain(request.timeout_ms / 1000))
 
     async def Inspect(self, request: pb.InspectRequest, context: Any) -> pb.InspectReply:  # noqa: N802 (gRPC's name)
-        """The kernel table and the ledgers, between two engine steps."""
+        """What moves, of all ranks; and the kernel table and the ledgers, between two engine steps."""
         try:
-            return await self._replica.call(_inspect)
+            return await self._insides(only_transfers=request.only_transfers)
         except SlipstreamError as error:
             return await _abort(context, error)
+
+    async def _insides(self, *, only_transfers: bool = False) -> pb.InspectReply:
+        reply = await of_all_ranks(self.transfers, self.other_addresses)
+        if not only_transfers:
+            reply.MergeFrom(await self._replica.call(_inspect))
+        return reply
 
     async def log_insides(self, asked: asyncio.Event) -> None:
         """Whenever it is `asked`, write what `Inspect` tells to the log: that needs neither a router nor a client."""
@@ -256,11 +266,11 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             await asked.wait()
             asked.clear()
             try:
-                insides = await self._replica.call(_inspect)
+                insides = await self._insides()
             except SlipstreamError as error:
                 logger.warning("nothing can be said of kernels and memory: %s", error)
             else:
-                logger.info("kernels and memory", extra=MessageToDict(insides, preserving_proto_field_name=True))
+                logger.info("kernels, memory and transfers", extra=MessageToDict(insides, preserving_proto_field_name=True))
 
 
 def _state(engine: Engine) -> tuple[EngineLoad, EngineCounters]:

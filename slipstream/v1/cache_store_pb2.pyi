@@ -335,6 +335,7 @@ class Open(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     CHANNEL_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
+    REPLICA_ID_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     attempt: _builtins.int
     epoch: _builtins.int
@@ -347,6 +348,8 @@ class Open(_message.Message):
     channel: _builtins.str
     address: _builtins.bytes
     """of the destination, on that channel"""
+    replica_id: _builtins.str
+    """of the destination, for logs"""
     @_builtins.property
     def geometry(self) -> Global___Geometry:
         """of the destination: the same in every stream of an attempt"""
@@ -364,10 +367,11 @@ class Open(_message.Message):
         rank: _builtins.int = ...,
         channel: _builtins.str = ...,
         address: _builtins.bytes = ...,
+        replica_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["geometry", b"geometry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "attempt", b"attempt", "channel", b"channel", "compatibility_hash", b"compatibility_hash", "epoch", b"epoch", "geometry", b"geometry", "rank", b"rank", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "attempt", b"attempt", "channel", b"channel", "compatibility_hash", b"compatibility_hash", "epoch", b"epoch", "geometry", b"geometry", "rank", b"rank", "remaining_ms", b"remaining_ms", "replica_id", b"replica_id", "request_id", b"request_id", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -796,12 +796,17 @@ Global___DrainReply: _TypeAlias = DrainReply  # noqa: Y015
 class InspectRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    ONLY_TRANSFERS_FIELD_NUMBER: _builtins.int
+    only_transfers: _builtins.bool
+    """answered without waiting for the end of an engine step"""
     def __init__(
         self,
+        *,
+        only_transfers: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["only_transfers", b"only_transfers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -813,19 +818,31 @@ class InspectReply(_message.Message):
 
     KERNELS_FIELD_NUMBER: _builtins.int
     HOLDINGS_FIELD_NUMBER: _builtins.int
+    TRANSFERS_FIELD_NUMBER: _builtins.int
+    SILENT_RANKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def kernels(self) -> _containers.RepeatedCompositeFieldContainer[Global___Kernel]: ...
     @_builtins.property
     def holdings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Holding]: ...
+    @_builtins.property
+    def transfers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Transfer]:
+        """in flight, of all ranks"""
+
+    @_builtins.property
+    def silent_ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """which ranks' transfers are missing, and why"""
+
     def __init__(
         self,
         *,
         kernels: _abc.Iterable[Global___Kernel] | None = ...,
         holdings: _abc.Iterable[Global___Holding] | None = ...,
+        transfers: _abc.Iterable[Global___Transfer] | None = ...,
+        silent_ranks: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["holdings", b"holdings", "kernels", b"kernels"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holdings", b"holdings", "kernels", b"kernels", "silent_ranks", b"silent_ranks", "transfers", b"transfers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -890,3 +907,70 @@ class Holding(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Holding: _TypeAlias = Holding  # noqa: Y015
+
+@_typing.final
+class Transfer(_message.Message):
+    """One Transfer stream in flight, as one end of it sees it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    SIDE_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    PEER_FIELD_NUMBER: _builtins.int
+    PEER_RANK_FIELD_NUMBER: _builtins.int
+    CHANNEL_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
+    AGE_SECONDS_FIELD_NUMBER: _builtins.int
+    KV_BYTES_FIELD_NUMBER: _builtins.int
+    STATE_BYTES_FIELD_NUMBER: _builtins.int
+    TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    transfer_id: _builtins.str
+    attempt: _builtins.int
+    side: _builtins.str
+    """of this end: send or receive"""
+    rank: _builtins.int
+    """of this end, in its replica"""
+    peer: _builtins.str
+    """replica id of the other end"""
+    peer_rank: _builtins.int
+    channel: _builtins.str
+    """empty: not known yet"""
+    phase: _builtins.str
+    """opened, begun, ready, moving, moved, quarantined"""
+    age_seconds: _builtins.float
+    """since Open"""
+    kv_bytes: _builtins.int
+    """so far"""
+    state_bytes: _builtins.int
+    total_bytes: _builtins.int
+    """to move; not set before Ready"""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        transfer_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        side: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        peer: _builtins.str = ...,
+        peer_rank: _builtins.int = ...,
+        channel: _builtins.str = ...,
+        phase: _builtins.str = ...,
+        age_seconds: _builtins.float = ...,
+        kv_bytes: _builtins.int = ...,
+        state_bytes: _builtins.int = ...,
+        total_bytes: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_total_bytes", b"_total_bytes", "total_bytes", b"total_bytes"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_total_bytes", b"_total_bytes", "age_seconds", b"age_seconds", "attempt", b"attempt", "channel", b"channel", "kv_bytes", b"kv_bytes", "peer", b"peer", "peer_rank", b"peer_rank", "phase", b"phase", "rank", b"rank", "request_id", b"request_id", "side", b"side", "state_bytes", b"state_bytes", "total_bytes", b"total_bytes", "transfer_id", b"transfer_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__total_bytes: _TypeAlias = _typing.Literal["total_bytes"]  # noqa: Y015
+    _WhichOneofArgType__total_bytes: _TypeAlias = _typing.Literal["_total_bytes", b"_total_bytes"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__total_bytes) -> _WhichOneofReturnType__total_bytes | None: ...
+
+Global___Transfer: _TypeAlias = Transfer  # noqa: Y015

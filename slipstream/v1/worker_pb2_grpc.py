@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class WorkerStub:
-    """Served by rank 0 of every replica.
+    """Served by rank 0 of every replica; by other ranks, Inspect alone, of their transfers.
     """
 
     def __init__(self, channel):
@@ -63,7 +63,7 @@ class WorkerStub:
 
 
 class WorkerServicer:
-    """Served by rank 0 of every replica.
+    """Served by rank 0 of every replica; by other ranks, Inspect alone, of their transfers.
     """
 
     def GetInfo(self, request, context):
@@ -95,7 +95,7 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Inspect(self, request, context):
-        """Which kernels run, and who owns every block and state slot now.
+        """Which kernels run, who owns every block and state slot now, and what moves between replicas.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -138,7 +138,7 @@ def add_WorkerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Worker:
-    """Served by rank 0 of every replica.
+    """Served by rank 0 of every replica; by other ranks, Inspect alone, of their transfers.
     """
 
     @staticmethod

@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class WorkerStub:
-    """Served by rank 0 of every replica."""
+    """Served by rank 0 of every replica; by other ranks, Inspect alone, of their transfers."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -42,11 +42,11 @@ class WorkerStub:
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainReply]
     """Stop admitting; the reply comes when the last request has ended or the time is over."""
     Inspect: _grpc.UnaryUnaryMultiCallable[_worker_pb2.InspectRequest, _worker_pb2.InspectReply]
-    """Which kernels run, and who owns every block and state slot now."""
+    """Which kernels run, who owns every block and state slot now, and what moves between replicas."""
 
 @_typing.type_check_only
 class WorkerAsyncStub(WorkerStub):
-    """Served by rank 0 of every replica."""
+    """Served by rank 0 of every replica; by other ranks, Inspect alone, of their transfers."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetInfo: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetInfoRequest, _worker_pb2.WorkerInfo]  # type: ignore[assignment]
@@ -58,10 +58,10 @@ class WorkerAsyncStub(WorkerStub):
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainReply]  # type: ignore[assignment]
     """Stop admitting; the reply comes when the last request has ended or the time is over."""
     Inspect: _aio.UnaryUnaryMultiCallable[_worker_pb2.InspectRequest, _worker_pb2.InspectReply]  # type: ignore[assignment]
-    """Which kernels run, and who owns every block and state slot now."""
+    """Which kernels run, who owns every block and state slot now, and what moves between replicas."""
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
-    """Served by rank 0 of every replica."""
+    """Served by rank 0 of every replica; by other ranks, Inspect alone, of their transfers."""
 
     @_abc_1.abstractmethod
     def GetInfo(
@@ -101,6 +101,6 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.InspectRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.InspectReply, _abc.Awaitable[_worker_pb2.InspectReply]]:
-        """Which kernels run, and who owns every block and state slot now."""
+        """Which kernels run, who owns every block and state slot now, and what moves between replicas."""
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

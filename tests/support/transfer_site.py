@@ -149,7 +149,8 @@ class Destination:
         self.channel = CountingChannel()
         self.layout = layout or transfer_rig.layout()
         self.memory, self.held = transfer_rig.destination(self.layout, shard)
-        self.loader = CacheLoader(self.memory, Paths([self.channel]), replica_id="d0", epoch=1, rank=self.memory.shard.rank,
+        self.paths = Paths([self.channel])
+        self.loader = CacheLoader(self.memory, self.paths, replica_id="d0", epoch=1, rank=self.memory.shard.rank,
                                   config=TransferConfig(connect_seconds=connect_seconds), idle_seconds=idle_seconds)
 
     async def load(self, name: str, *, attempt: int = 0, seconds: float = 20.0, epoch: int = 1, where: Landing | None = PLACE,
