@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from prometheus_client import CollectorRegistry
 
+from cache_transfer.channels.base import Buffer, UnsettledError
+from cache_transfer.paths import Paths
 from cache_transfer.record import EVENTS
+from cache_transfer.spans import Spans
 from cache_transfer.transfers import Transfers
 from slipstream.errors import BusyError, CancelledError, CoverageError, DeadlineError, SlipstreamError, TransferError
 from slipstream.observability.transfer_metrics import TransferMetrics
 from slipstream.types import Role
+from slipstream.v1 import cache_store_pb2 as pb
 from tests.support import transfer_site
-from tests.support.transfer_site import Destination, Site, destination, serving
+from tests.support.transfer_site import CountingChannel, Destination, Site, destination, serving
 
 SENT, RECEIVED = "send", "receive"
 
@@ -178,3 +182,65 @@ async def test_a_prompt_that_is_not_needed_and_one_that_a_higher_attempt_takes(e
         await ended.until(4)
     outcomes = {(line["side"], line["attempt"]): line["outcome"] for line in ended.lines}
     assert outcomes == {(SENT, 0): "cut", (RECEIVED, 0): "transfer_failed", (SENT, 1): "discarded", (RECEIVED, 1): "discarded"}
+
+
+class Unsettled(CountingChannel):
+    """A source that writes by itself, and cannot say whether its first write still happens."""
+
+    direct = True
+
+    async def send(self, to: bytes, source: Spans, target: Spans) -> Sequence[Buffer]:
+        raise UnsettledError("a write was given up")
+
+
+class Fenced(CountingChannel):
+    """Its destination, whose fence is not up before the test says so."""
+
+    direct = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = asyncio.Event()
+
+    async def fence(self, origin: bytes) -> None:
+        await self.up.wait()
+
+
+async def test_a_landing_that_is_kept_from_use_stays_in_flight(ended: Ended) -> None:
+    registry, channel = CollectorRegistry(), Fenced()
+
+    def shown(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"slipstream_worker_{name}", {"role": "decode", **labels})
+
+    async with serving(Unsettled()) as site, destination(site.address, channel=channel) as here:
+        of(here).metrics = TransferMetrics(registry, Role.DECODE, of(here).quarantined)
+        transfer, _ = site.prompt("t")
+        load = asyncio.create_task(here.load("t"))
+        site.compute(transfer)
+        await here_has(of(here), "quarantined")
+        assert shown("quarantined") == 1
+        assert [(line["side"], line["outcome"]) for line in ended.lines] == [(SENT, "lost")]
+        channel.up.set()
+        with pytest.raises(TransferError):
+            await load
+        said = await ended.until(2)
+        assert said[RECEIVED]["outcome"] == "transfer_failed"
+    assert (shown("quarantined"), shown("quarantines_total", channel="grpc")) == (0, 1)
+
+
+async def test_channels_that_were_tried_in_vain_are_counted() -> None:
+    class Named(CountingChannel):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+    async def broken(request: pb.ProbeRequest) -> pb.ProbeReply:
+        return pb.ProbeReply(failure="a firewall")
+
+    paths, registry = Paths([Named("local"), Named("rdma"), Named("grpc")]), CollectorRegistry()
+    paths.transfers.metrics = TransferMetrics(registry, Role.DECODE, paths.transfers.quarantined)
+    way = await paths.choose({"rdma": b"somewhere", "grpc": b""}, "p0", broken)
+    assert way.channel.name == "grpc"
+    for channel, result in (("local", "not_offered"), ("rdma", "failed"), ("grpc", "chosen")):
+        labels = {"role": "decode", "channel": channel, "result": result}
+        assert registry.get_sample_value("slipstream_worker_channel_choices_total", labels) == 1

@@ -144,9 +144,9 @@ class Destination:
     """A destination."""
 
     def __init__(self, address: str, connect_seconds: float, layout: CacheLayout | None, idle_seconds: float,
-                 shard: Shard | None = None) -> None:
+                 shard: Shard | None = None, channel: CountingChannel | None = None) -> None:
         self.address = address
-        self.channel = CountingChannel()
+        self.channel = channel or CountingChannel()
         self.layout = layout or transfer_rig.layout()
         self.memory, self.held = transfer_rig.destination(self.layout, shard)
         self.paths = Paths([self.channel])
@@ -168,8 +168,8 @@ class Destination:
 
 @asynccontextmanager
 async def destination(address: str, connect_seconds: float = 5.0, layout: CacheLayout | None = None, *,
-                      idle_seconds: float = 300.0) -> AsyncIterator[Destination]:
-    here = Destination(address, connect_seconds, layout, idle_seconds)
+                      idle_seconds: float = 300.0, channel: CountingChannel | None = None) -> AsyncIterator[Destination]:
+    here = Destination(address, connect_seconds, layout, idle_seconds, channel=channel)
     try:
         yield here
     finally:

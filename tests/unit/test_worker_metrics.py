@@ -17,6 +17,7 @@ from slipstream import errors
 from slipstream.errors import SlipstreamError
 from slipstream.observability.metrics import RouterMetrics
 from slipstream.observability.supervisor_metrics import SupervisorMetrics
+from slipstream.observability.transfer_metrics import TransferMetrics
 from slipstream.observability.worker_metrics import WorkerMetrics
 from slipstream.types import EngineCounters, EngineLoad, Role
 
@@ -37,10 +38,20 @@ class Rig:
         return self.metrics.registry.get_sample_value(f"slipstream_worker_{name}", {"role": self.role, **labels})
 
 
+def transfer(registry: CollectorRegistry) -> TransferMetrics:
+    """Of one stream that was committed after a quarantine, so that every label is there."""
+    metrics = TransferMetrics(registry, Role.DECODE, lambda: 3)
+    metrics.stream_ended("receive", "grpc", "committed", quarantined=True)
+    metrics.stream_committed("receive", "grpc", {"begin": 0.5, "end": 2.0}, kv_bytes=4096, state_bytes=0)
+    metrics.channel_tried("grpc", "chosen")
+    return metrics
+
+
 def declared() -> dict[str, Metric]:
     """Every family of ours, of all kinds of process."""
     worker, router, supervisor = Rig().metrics.registry, CollectorRegistry(), CollectorRegistry()
     RouterMetrics(router)
+    transfer(worker)
     SupervisorMetrics(supervisor, ["prefill", "decode", "router"], list)
     return {family.name: family for registry in (worker, router, supervisor) for family in registry.collect()
             if family.name.startswith("slipstream_")}
@@ -126,6 +137,23 @@ def test_a_leg_is_measured_as_its_role_does() -> None:
     assert [decode("transfer_bytes_total", kind=kind) for kind in ("kv", "state")] == [4096, 512]
 
 
+def test_a_stream_is_measured_by_step_and_kind() -> None:
+    registry = CollectorRegistry()
+    metrics = transfer(registry)
+    metrics.stream_ended("send", "", "incompatible", quarantined=False)
+    labels = {"role": "decode", "side": "receive", "channel": "grpc"}
+
+    def shown(name: str, **more: str) -> float | None:
+        return registry.get_sample_value(f"slipstream_worker_{name}", {**labels, **more})
+
+    assert shown("streams_total", outcome="committed") == 1
+    assert shown("streams_total", side="send", channel="none", outcome="incompatible") == 1, "refused before it had a channel"
+    assert [shown("stream_seconds_sum", step=step) for step in ("begin", "end", "ready")] == [0.5, 2.0, None]
+    assert [shown("stream_bytes_sum", kind=kind) for kind in ("kv", "state")] == [4096, 0]
+    assert shown("stream_bytes_bucket", kind="kv", le="4096.0") == 1
+    assert registry.get_sample_value("slipstream_worker_quarantined", {"role": "decode"}) == 3
+
+
 def test_labels_are_bounded() -> None:
     rig = Rig()
     for code in CODES:
@@ -151,8 +179,10 @@ def test_names_follow_the_conventions_and_the_text_can_be_parsed() -> None:
         assert family.documentation.endswith("."), f"{name} says what it is"
         assert not name.endswith(("_total", "_count", "_sum", "_bucket", "_info", "milliseconds", "_ms", "_mb")), name
         if family.type == "histogram":
-            assert name.endswith("_seconds"), f"{name} says its unit"
-    text = generate_latest(Rig().metrics.registry).decode()
+            assert name.endswith(("_seconds", "_bytes")), f"{name} says its unit"
+    registry = Rig().metrics.registry
+    transfer(registry)
+    text = generate_latest(registry).decode()
     parsed = {family.name: family for family in text_string_to_metric_families(text)}
     shown = {name for name, family in families.items() if name.startswith("slipstream_worker") and family.type != "info"}
     assert shown <= parsed.keys()
