@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,8 +15,10 @@ from hypothesis import strategies as st
 from cache_transfer.coverage import Coverage
 from cache_transfer.layout import whole
 from cache_transfer.record import EVENTS, RECEIVE, SEND, StreamRecord
+from cache_transfer.transfers import Transfers
 from launch.transfers import PHASES, joined, problems, show
 from tests.support import transfer_rig
+from worker.transfers import of_all_ranks
 
 
 def end(side: str, ranks: tuple[int, int], *, kv: int, total: int | None, phase: str = "moving", age: float = 2.0,
@@ -50,6 +54,15 @@ def test_an_attempt_that_ends_is_not_mixed_with_the_next() -> None:
     assert len(joined(replicas(end(SEND, (0, 0), kv=5, total=9), end(RECEIVE, (0, 0), kv=0, total=9, attempt=1)))) == 2
 
 
+async def test_a_rank_that_does_not_answer_is_named_and_the_others_are_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # it takes connections, and says nothing
+        transfers = Transfers()
+        transfers.open(SEND, request_id="r", transfer_id="t", attempt=0, rank=0, peer="decode-0", peer_rank=0, now=0.0)
+        reply = await of_all_ranks(transfers, [f"127.0.0.1:{silent.getsockname()[1]}"])
+    assert [one.request_id for one in reply.transfers] == ["r"]
+    assert [text.startswith("rank 1 does not tell its transfers: ") for text in reply.silent_ranks] == [True]
+
+
 def test_who_does_not_tell_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     told = [*replicas(end(SEND, (0, 0), kv=2047, total=1 << 20)), {"replica_id": "decode-1", "inspect_problem": "no answer"},
             {"replica_id": "", "address": "x:1", "problem": "UNAVAILABLE"}]
@@ -58,7 +71,8 @@ def test_who_does_not_tell_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert problems(told) == wanted
     show({"replicas": told}, as_json=False)
     shown = capsys.readouterr().out.splitlines()
-    assert shown[1].split() == "req-t prefill-0 -> decode-0 grpc 1 moving 2.0 KiB of 1.0 MiB 2.0 s".split()
+    assert re.split(" {2,}", shown[1]) == ["req-t", "prefill-0 -> decode-0", "grpc", "1", "moving", "2.0 KiB of 1.0 MiB",
+                                           "2.0 s"]
     assert shown[2:] == wanted
     show({"replicas": told}, as_json=True)
     assert json.loads(capsys.readouterr().out) == {"transfers": joined(told), "problems": wanted}
