@@ -106,8 +106,6 @@ class Stream:
                                                             num_layers=len(self._memory.layout.layers))))
             answer = await self._answer(reader)
             kind = answer.WhichOneof("message")
-            if kind == "busy":
-                raise LostError(f"the destination is busy: {answer.busy.reason}")
             if kind != "ready":
                 raise ProtocolError(f"{kind} instead of Ready or Busy")
             coverage = Coverage(self._memory, prompt.num_tokens, answer.ready.have_tokens)
@@ -228,4 +226,6 @@ def _word(reader: Reader) -> pb.Control:
         raise LostError(LOST)
     if answer.WhichOneof("message") == "failed":
         raise by_code(answer.failed.code, answer.failed.message)
+    if answer.WhichOneof("message") == "busy":
+        raise LostError(f"the destination is busy: {answer.busy.reason}")
     return answer

@@ -113,6 +113,17 @@ class FaultsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RdmaConfig:
+    """[transfer.rdma]: the one-sided channel."""
+
+    engine: str = "auto"
+    """`nixl`, `mooncake` or `mori`; `auto` takes the first of them that is installed. Both sides need the same."""
+    quarantine_seconds: float = 10.0
+    """How long a source on another host that does not say that it has stopped writing is waited for, before what it may write
+    to is closed."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TransferConfig:
     """[transfer]: the cache-store channel between prefill and decode."""
 
@@ -123,6 +134,8 @@ class TransferConfig:
     """Every frame carries a checksum of its bytes, which the destination verifies in its own memory."""
     stall_seconds: float = 10.0
     """A destination that takes nothing for so long is given up."""
+    rdma: RdmaConfig = field(default_factory=RdmaConfig)
+    """A section of its own."""
     faults: FaultsConfig = field(default_factory=FaultsConfig)
     """A section of its own."""
     lease_seconds: float = 30.0

@@ -76,7 +76,8 @@ def main(role: Role, mount: Mount, arguments: Sequence[str] | None = None) -> in
 
 async def _serve(arguments: argparse.Namespace, identity: Identity, replica: Replica, mount: Mount) -> int:
     stop = process.stop_event()
-    store, loader = replica.channel_ends(replica_id=identity.replica_id, epoch=identity.epoch)
+    store, loader = replica.channel_ends(replica_id=identity.replica_id, epoch=identity.epoch,
+                                         host=split_address(arguments.listen)[0])
     service = mount(identity, replica, store, loader)
     server = new_server()
     service.add_to(server)
@@ -114,7 +115,8 @@ async def _serve(arguments: argparse.Namespace, identity: Identity, replica: Rep
 async def _follow(arguments: argparse.Namespace, replica: FollowingReplica) -> int:
     """Another rank than rank 0, which ends it: it drains, and a first signal to all ranks must not end this one meanwhile."""
     process.stop_event()
-    store, loader = replica.channel_ends(replica_id=arguments.replica_id, epoch=arguments.epoch)
+    store, loader = replica.channel_ends(replica_id=arguments.replica_id, epoch=arguments.epoch,
+                                         host=split_address(arguments.listen)[0])
     server = new_server()
     store.add_to(server)
     address = advertised(await listen(server, arguments.listen), arguments.advertise)
