@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import logging
 import secrets
+import sys
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,9 @@ MODULES = ("nixl_rocm", "rixl", "nixl_cu12", "nixl_cu13")
 """What the builds of NIXL are called, in the order in which they are tried."""
 POLL_SECONDS = 0.001
 """Longest wait of a poll for a thread that is posting."""
+
+PROGRESS_MICROSECONDS = 10_000
+"""Longest sleep of the progress thread; it is woken by what arrives."""
 
 
 @dataclass
@@ -49,6 +53,7 @@ class NixlEngine:
         self._open: set[_NixlWrite] = set()
         try:
             self._agent: Any = library.nixl_agent(self._incarnation, library.nixl_agent_config(backends=[]))
+            _calm(self._agent)
             self._agent.create_backend("UCX", {"ucx_error_handling_mode": "peer"})
         except Exception as error:
             raise TransferError(f"NIXL does not run here: {error!r}") from error
@@ -183,6 +188,14 @@ class _NixlWrite:
     def raise_if_failed(self) -> None:
         if self.error is not None:
             raise TransferError(self.error)
+
+
+def _calm(agent: Any) -> None:
+    """Let the progress thread sleep until bytes come: the Python wrapper has it spin, which costs a core while nothing happens."""
+    library = sys.modules[type(agent.agent).__module__]
+    config = library.nixlAgentConfig()
+    config.useProgThread, config.pthrDelay = True, PROGRESS_MICROSECONDS
+    agent.agent = library.nixlAgent(agent.name, config)
 
 
 def _rows(spans: Spans) -> npt.NDArray[np.uint64]:
