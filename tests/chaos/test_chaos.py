@@ -47,7 +47,8 @@ class Weather:
 CALM = Weather(requests=200, leave=0.1)
 SICK = Weather(requests=500, leave=0.2, settings=(
     f"transfer.channel={CHANNEL}", f"transfer.faults.seed={SEED}", "transfer.frame_bytes=65536",
-    "transfer.faults.delay_seconds=0.02", *(f"transfer.faults.{kind}=0.01" for kind in ("drop", "duplicate", "corrupt", "cut"))))
+    "transfer.faults.delay_seconds=0.02",
+    *(f"transfer.faults.{kind}=0.01" for kind in ("drop", "duplicate", "corrupt", "cut"))))
 
 
 class Victims:
