@@ -35,6 +35,7 @@ from slipstream.errors import (
     TransferError,
     by_code,
 )
+from slipstream.rpc.security import OPEN, Security
 from slipstream.sharding import Shard
 from slipstream.v1 import cache_store_pb2 as pb
 
@@ -111,7 +112,7 @@ class CacheLoader:
     """One per rank."""
 
     def __init__(self, memory: CacheMemory, paths: Paths, *, replica_id: str, epoch: int, rank: int,
-                 config: TransferConfig, idle_seconds: float = IDLE_SECONDS) -> None:
+                 config: TransferConfig, idle_seconds: float = IDLE_SECONDS, security: Security = OPEN) -> None:
         """`idle_seconds`: after so long without use a connection to a source is closed."""
         assert rank == memory.shard.rank
         self._memory = memory
@@ -120,7 +121,8 @@ class CacheLoader:
         layout = memory.layout
         hello = pb.HelloRequest(replica_id=replica_id, epoch=epoch, rank=rank, geometry=self._geometry,
                                 layout=pb.Layout(hash=layout.hash, fields=layout.fields()))
-        self._links = Links(hello, layout, paths, connect_seconds=config.connect_seconds, idle_seconds=idle_seconds)
+        self._links = Links(hello, layout, paths, connect_seconds=config.connect_seconds, idle_seconds=idle_seconds,
+                            security=security)
 
     async def close(self) -> None:
         """Close every connection, and this rank's channels; loads that still run fail."""
