@@ -181,7 +181,8 @@ class FollowingReplica:
 
     def channel_ends(self, *, replica_id: str, epoch: int, host: str, security: Security) -> tuple[CacheStore, CacheLoader]:
         """Its source and destination side of the cache-store channel; made on the event loop. Raises ConfigError."""
-        return channel_ends(self._memory, self._config.transfer, replica_id=replica_id, epoch=epoch, host=host, security=security)
+        return channel_ends(self._memory, self._config.transfer, replica_id=replica_id, epoch=epoch, host=host,
+                            security=security)
 
     async def follow(self, store: CacheStore, loader: CacheLoader, address: str) -> None:
         """Until rank 0 ends it. Raises as FollowingRank.run does."""

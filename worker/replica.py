@@ -78,7 +78,8 @@ class Replica:
 
     def channel_ends(self, *, replica_id: str, epoch: int, host: str, security: Security) -> tuple[CacheStore, CacheLoader]:
         """Rank 0's source and destination side of the cache-store channel; made on the event loop. Raises ConfigError."""
-        return channel_ends(self._memory, self.config.transfer, replica_id=replica_id, epoch=epoch, host=host, security=security)
+        return channel_ends(self._memory, self.config.transfer, replica_id=replica_id, epoch=epoch, host=host,
+                            security=security)
 
     def start(self, on_step: Callable[[StepNews], None], on_death: Callable[[BaseException], None]) -> None:
         """Start the engine thread. Both functions are called on the event loop that runs now."""
