@@ -38,7 +38,7 @@ async def serving(trusted: Security) -> AsyncIterator[str]:
             yield part
 
     server = new_server(trusted)
-    handlers = {"unary_unary": grpc.unary_unary_rpc_method_handler(one),
+    handlers: dict[str, Any] = {"unary_unary": grpc.unary_unary_rpc_method_handler(one),
                 "unary_stream": grpc.unary_stream_rpc_method_handler(many),
                 "stream_unary": grpc.stream_unary_rpc_method_handler(one),
                 "stream_stream": grpc.stream_stream_rpc_method_handler(many)}
@@ -141,7 +141,8 @@ async def test_only_the_health_check_is_open_without_a_token(tmp_path: Path) -> 
 async def test_a_client_without_an_event_loop_is_let_in(trusted: Security) -> None:
     def blocking(address: str) -> bytes:
         with connect_blocking(address, trusted) as channel:
-            return bytes(channel.unary_unary("/Echo/unary_unary")(b"hello", timeout=5, metadata=trusted.metadata))
+            call: Any = channel.unary_unary("/Echo/unary_unary")
+            return bytes(call(b"hello", timeout=5, metadata=trusted.metadata))
 
     async with serving(trusted) as address:
         assert await asyncio.to_thread(blocking, address) == b"hello"
