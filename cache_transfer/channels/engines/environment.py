@@ -40,7 +40,7 @@ def settings(host: str, devices: Path = RDMA_DEVICES) -> dict[str, str]:
     address = _resolved(host)
     if not address.is_unspecified:
         result["UCX_NET_DEVICES"] = ",".join([interface(address), *ports])
-        result["MC_TCP_BIND_ADDRESS"] = str(address)
+        result["MC_TCP_BIND_ADDRESS"] = str(address)  # what Mooncake tells its peers
     return result
 
 
