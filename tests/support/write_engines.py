@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 
@@ -13,15 +11,15 @@ import pytest
 from tests.support.write_peer import Peer
 
 SIZE = 1 << 22
-LARGE, TIMES = 1 << 26, 32
-"""A buffer, and how often a flood writes it: 2 GiB, which take a second at best."""
+LARGE, TIMES = 1 << 26, 256
+"""A buffer, and how often a flood writes it: 16 GiB, which nothing here waits for."""
 Start = Callable[..., Peer]
 
 
 class WriteEngineContract:
     engine = ""
-    notice_seconds = 5.0
-    """By when the death of a peer is known."""
+    kept_per_restart = 0
+    """File descriptors that the library keeps for each peer that has restarted."""
 
     @pytest.fixture
     def start(self) -> Iterator[Start]:
@@ -82,9 +80,9 @@ class WriteEngineContract:
         before = time.monotonic()
         with pytest.raises(RuntimeError, match=r"transfer_failed: writing to b failed"):
             source.ask("poll", write=write, seconds=20)
-        assert time.monotonic() - before < self.notice_seconds
+        assert time.monotonic() - before < 5
         with pytest.raises(RuntimeError, match="b is not connected"):
-            source.ask("flood", peer=name, to=target.ask("memory") if False else 0, times=1)
+            source.ask("flood", peer=name, to=0, times=1)
 
     def test_a_peer_that_is_killed_amid_writes_and_starts_again(self, start: Start) -> None:
         source, target = start("a", LARGE, UCX_TLS="tcp"), start("b", LARGE, UCX_TLS="tcp")
@@ -126,7 +124,7 @@ class WriteEngineContract:
             self._arrives(source, target, name)
             held.append((source.ask("held"), target.ask("held")))
         for fewer, more in zip(held[3], held[-1], strict=True):
-            assert max(np.subtract(more, fewer)) <= 1, held
+            assert max(np.subtract(more, fewer)) <= 1 + 16 * self.kept_per_restart, held
 
     def test_only_registered_memory_is_written(self, start: Start) -> None:
         """A refusal harms neither side; one bad span of many is enough."""
@@ -180,7 +178,7 @@ class WriteEngineContract:
             with pytest.raises(RuntimeError, match="writing to b failed"):
                 source.ask("poll", write=write, seconds=40)
         else:
-            assert source.ask("poll", write=write, seconds=40)[0]
+            target.ask("await_landing")
         late: int = target.ask("changed")
         return late
 
@@ -195,9 +193,3 @@ class WriteEngineContract:
         peers = [start("a"), start("b")]
         peers[0].ask("connect", address=peers[1].ask("address"))
         assert max(peer.ask("idle", seconds=2) for peer in peers) < 0.1
-
-
-def listeners(pid: int) -> set[str]:
-    """Addresses that a process accepts TCP connections at."""
-    sockets = subprocess.run(["ss", "-Hltnp"], check=True, capture_output=True, text=True).stdout
-    return {line.split()[3].rpartition(":")[0] for line in sockets.splitlines() if re.search(rf"pid={pid},", line)}

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,13 @@ class Peer:
         if "error" in answer:
             raise RuntimeError(answer["error"])
         return answer["value"]
+
+    def listens_at(self) -> set[str]:
+        """Hosts of the TCP sockets on which it accepts connections, as the kernel's tables write them."""
+        ours = {os.readlink(fd) for fd in Path(f"/proc/{self.pid}/fd").iterdir() if fd.exists() or fd.is_symlink()}
+        tables = [Path(f"/proc/{self.pid}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+        rows = [line.split() for table in tables for line in table]
+        return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in ours}
 
     def stop(self) -> None:
         os.kill(self.pid, signal.SIGSTOP)

@@ -15,9 +15,9 @@ logger = logging.getLogger(__name__)
 FIELD = "transfer.rdma.engine"
 KNOWN: dict[str, Callable[..., Engine]] = {"nixl": NixlEngine, "mooncake": MooncakeEngine}
 """In the order in which `auto` tries them."""
-HOW_TO_INSTALL = ("pip install 'slipstream[rdma]' brings NIXL for CPU memory and NVIDIA GPUs (not the package `nixl`, which pulls "
-                  "CUDA builds of torch); on AMD GPUs pip install mooncake-transfer-engine-rocm, or build NIXL for ROCm; "
-                  "Mooncake also needs the system's libibverbs1")
+HOW_TO_INSTALL = ("pip install 'slipstream[rdma]' brings NIXL for CPU memory and NVIDIA GPUs (not the package `nixl`, "
+                  "which pulls CUDA builds of torch); on AMD GPUs pip install mooncake-transfer-engine-rocm, or build NIXL;"
+                  " Mooncake also needs the system's libibverbs1")
 
 
 def choose_engine(name: str, *, host: str, process: str) -> Engine:

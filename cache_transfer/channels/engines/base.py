@@ -89,7 +89,7 @@ def parse(address: bytes, engine: str) -> Address:
 
 
 class Probe:
-    """The few bytes of a process that others write as they connect. A page of its own: nothing else lies where one comes late."""
+    """The few bytes of a process that others write as they connect; on a page of their own, as one may come late."""
 
     def __init__(self) -> None:
         self._page = mmap.mmap(-1, mmap.PAGESIZE)

@@ -35,12 +35,12 @@ def settings(host: str, devices: Path = RDMA_DEVICES) -> dict[str, str]:
     }
     ports = [f"{device.name}:{port.name}" for device in sorted(devices.glob("*")) for port in sorted(device.glob("ports/*"))]
     if not ports:
-        # The library that this module loads ends the process by SIGSEGV as it is unloaded, where ibverbs-providers is installed.
+        # Where ibverbs-providers is installed, unloading what this module loads ends the process by SIGSEGV.
         result["UCX_MODULES"] = "^ib"
     address = _resolved(host)
     if not address.is_unspecified:
         result["UCX_NET_DEVICES"] = ",".join([interface(address), *ports])
-        result["MC_TCP_BIND_ADDRESS"] = str(address)
+        result["MC_TCP_BIND_ADDRESS"] = str(address)  # what Mooncake tells its peers
     return result
 
 

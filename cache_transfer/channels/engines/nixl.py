@@ -103,7 +103,7 @@ class NixlEngine:
 
     def write(self, peer: str, local: Spans, remote: Spans) -> Write:
         """See Engine."""
-        assert len(local) and np.array_equal(local[:, 1], remote[:, 1])
+        assert np.array_equal(local[:, 1], remote[:, 1])
         with self._lock:
             agent = self._running()
             if peer not in self._peers:
@@ -191,7 +191,7 @@ class _NixlWrite:
 
 
 def _calm(agent: Any) -> None:
-    """Let the progress thread sleep until bytes come: the Python wrapper has it spin, which costs a core while nothing happens."""
+    """Let the progress thread sleep until bytes come: the Python wrapper has it spin, which costs an idle process a core."""
     library = sys.modules[type(agent.agent).__module__]
     config = library.nixlAgentConfig()
     config.useProgThread, config.pthrDelay = True, PROGRESS_MICROSECONDS
