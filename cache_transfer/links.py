@@ -19,6 +19,7 @@ from cache_transfer.layout import CacheLayout, differences
 from cache_transfer.paths import Paths, Way
 from slipstream.errors import IncompatibleError, TransferError
 from slipstream.rpc.channel import connect
+from slipstream.rpc.security import OPEN, Security
 from slipstream.sharding import Shard
 from slipstream.v1 import cache_store_pb2 as pb
 
@@ -33,7 +34,7 @@ class Link:
 
     def __init__(self, links: Links, address: str, epoch: int) -> None:
         self.key = address, epoch
-        self.channel = connect(address)
+        self.channel = connect(address, links.security)
         self.shard: Shard
         """Which rank it is, once it was greeted."""
         self.replica_id: str
@@ -56,11 +57,12 @@ class Links:
     """One per loader."""
 
     def __init__(self, hello: pb.HelloRequest, layout: CacheLayout, paths: Paths, *, connect_seconds: float,
-                 idle_seconds: float = IDLE_SECONDS, max_idle: int = MAX_IDLE) -> None:
+                 idle_seconds: float = IDLE_SECONDS, max_idle: int = MAX_IDLE, security: Security = OPEN) -> None:
         """`hello`: our side's. `max_idle`: links that nobody uses; one more closes the one that has been idle longest."""
         self._hello = hello
         self._layout = layout
         self._paths = paths
+        self.security = security
         self._connect_seconds = connect_seconds
         self._idle_seconds = idle_seconds
         self._max_idle = max_idle

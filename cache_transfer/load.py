@@ -1,16 +1,13 @@
 """Destination side: opens a Transfer from each source rank that holds part of this rank's state, lands the bytes, verifies that
 nothing is missing. Knows no scheduler.
 
-When `CacheLoader.load` has ended, however it ended, nothing writes into the landing any more. Most channels land bytes between
-two awaits of tasks that are done by then. On a channel where the source writes, its last word or the end of its stream says
-that it has stopped; if that cannot be heard, `load` does not end before the channel's fence is up: the landing stays reserved.
+When `CacheLoader.load` has ended, however it ended, nothing writes into the landing any more: bytes are landed between two
+awaits of tasks that are done by then, and a source that writes by itself has said that it has stopped, or is fenced off.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,10 +18,11 @@ import grpc.aio
 from cache_transfer import frames, invitation, plan, spans
 from cache_transfer.coverage import Coverage
 from cache_transfer.handoff import Handoff
-from cache_transfer.links import IDLE_SECONDS, Call, Links
+from cache_transfer.leg import Leg, is_cancelled, quiet
+from cache_transfer.links import IDLE_SECONDS, Links
 from cache_transfer.memory import CacheMemory
-from cache_transfer.paths import Paths, Way
-from cache_transfer.record import CANCELLED, COMMITTED, CUT, DISCARDED, RECEIVE, StreamRecord
+from cache_transfer.paths import Paths
+from cache_transfer.record import CANCELLED, COMMITTED, CUT, DISCARDED, RECEIVE
 from cache_transfer.regions import Landing
 from slipstream.config import TransferConfig
 from slipstream.errors import (
@@ -38,16 +36,9 @@ from slipstream.errors import (
     TransferError,
     by_code,
 )
+from slipstream.rpc.security import OPEN, Security
 from slipstream.sharding import Shard
 from slipstream.v1 import cache_store_pb2 as pb
-
-logger = logging.getLogger(__name__)
-
-_HEARD_SECONDS = 1.0
-"""Longest wait for a source to have heard our last word."""
-
-_GRACE_SECONDS = 5.0
-"""A stream outlives its deadline by so much, so that its source can still say that it has stopped."""
 
 _LATE = "the deadline passed while the prompt's state was on its way"
 
@@ -75,8 +66,7 @@ class Loaded:
     state_bytes: int
     seconds: float
     """From Begin to the last verified byte."""
-    calls: tuple[Call, ...]
-    records: tuple[StreamRecord, ...]
+    legs: tuple[Leg, ...]
 
     @property
     def handoff(self) -> Handoff:
@@ -86,23 +76,9 @@ class Loaded:
 
     async def close(self, *, committed: bool) -> None:
         """Tell the source that its copy may go. Never raises: a source that died needs no telling."""
-        for record in self.records:
-            record.end(time.monotonic(), COMMITTED if committed else DISCARDED)
-        await asyncio.gather(*(_part(call, frames.control(done=pb.Done(committed=committed))) for call in self.calls))
-
-
-@dataclass
-class _Leg:
-    """One stream."""
-
-    call: Call
-    way: Way
-    record: StreamRecord
-    stream: asyncio.Task[Loaded] | None
-    invited: bool = False
-    """The source may write into the landing ..."""
-    over: bool = False
-    """... until it says that it has stopped."""
+        for leg in self.legs:
+            leg.record.end(time.monotonic(), COMMITTED if committed else DISCARDED)
+        await asyncio.gather(*(leg.part(frames.control(done=pb.Done(committed=committed))) for leg in self.legs))
 
 
 class _Arrival:
@@ -112,7 +88,7 @@ class _Arrival:
         self.began = 0.0
         self.num_tokens = 0
         self.streams: list[asyncio.Task[Loaded]] = []
-        self.legs: list[_Leg] = []
+        self.legs: list[Leg] = []
         self._admit = admit
         self._landing: Landing | None = None
         self._decided = asyncio.Event()
@@ -139,7 +115,7 @@ class CacheLoader:
     """One per rank."""
 
     def __init__(self, memory: CacheMemory, paths: Paths, *, replica_id: str, epoch: int, rank: int,
-                 config: TransferConfig, idle_seconds: float = IDLE_SECONDS) -> None:
+                 config: TransferConfig, idle_seconds: float = IDLE_SECONDS, security: Security = OPEN) -> None:
         """`idle_seconds`: after so long without use a connection to a source is closed."""
         assert rank == memory.shard.rank
         self._replica_id = replica_id
@@ -149,7 +125,8 @@ class CacheLoader:
         layout = memory.layout
         hello = pb.HelloRequest(replica_id=replica_id, epoch=epoch, rank=rank, geometry=self._geometry,
                                 layout=pb.Layout(hash=layout.hash, fields=layout.fields()))
-        self._links = Links(hello, layout, paths, connect_seconds=config.connect_seconds, idle_seconds=idle_seconds)
+        self._links = Links(hello, layout, paths, connect_seconds=config.connect_seconds, idle_seconds=idle_seconds,
+                            security=security)
 
     async def close(self) -> None:
         """Close every connection, and this rank's channels; loads that still run fail."""
@@ -184,8 +161,7 @@ class CacheLoader:
             parts = [stream.result() for stream in done if not stream.cancelled()]
             loaded = Loaded(handed=next((part.handed for part in parts if part.handed), None),
                             kv_bytes=sum(part.kv_bytes for part in parts), state_bytes=sum(part.state_bytes for part in parts),
-                            seconds=max(part.seconds for part in parts), calls=tuple(leg.call for leg in arrival.legs),
-                            records=tuple(leg.record for leg in arrival.legs))
+                            seconds=max(part.seconds for part in parts), legs=tuple(arrival.legs))
             return loaded
         except TimeoutError as error:
             outcome = DeadlineError.code
@@ -196,10 +172,10 @@ class CacheLoader:
         finally:
             if loaded is None:
                 arrival.stop()
-                await _quiet(arrival, request_id)
+                await quiet(arrival.legs, arrival.streams, request_id)
                 for leg in arrival.legs:
-                    leg.call.cancel()
-                    leg.record.end(time.monotonic(), _failure(leg.stream) or outcome)
+                    leg.cancel()
+                    leg.record.end(time.monotonic(), leg.failure or outcome)
 
     async def _source(self, addresses: Sequence[str], epoch: int) -> Shard:
         """The source's rank 0. Raises IncompatibleError unless the addresses are those of all of its ranks."""
@@ -219,15 +195,15 @@ class CacheLoader:
                     raise IncompatibleError(f"at {address} is rank {link.shard.rank} of {link.shard.geometry}, not rank "
                                             f"{source.rank} of {source.geometry}")
                 left = max(0.001, deadline - asyncio.get_running_loop().time())
-                leg = _Leg(link.transfer(left + _GRACE_SECONDS), link.way, self._paths.transfers.open(
+                leg = Leg(link, left, self._paths.transfers.open(
                     RECEIVE, request_id=opened.request_id, transfer_id=opened.transfer_id, attempt=opened.attempt,
                     rank=opened.rank, peer=link.replica_id, peer_rank=source.rank, channel=link.way.channel.name,
-                    now=time.monotonic()), asyncio.current_task())
+                    now=time.monotonic()))
                 arrival.legs.append(leg)
                 opening = pb.Open(remaining_ms=max(1, int(left * 1000)), channel=leg.way.channel.name,
-                                  address=leg.way.channel.address())
+                                  address=leg.address)
                 opening.MergeFrom(opened)
-                await leg.call.write(frames.control(open=opening))
+                await leg.write(frames.control(open=opening))
                 memory = self._memory.narrowed([(copy.spec, copy.at_destination) for copy in copies])
                 return await self._receive(leg, memory, arrival, decides=decides,
                                            leads=source.rank == self._memory.shard.rank == 0)
@@ -236,41 +212,40 @@ class CacheLoader:
                 raise DeadlineError(_LATE) from error
             raise TransferError(f"the Transfer from {address} broke: {error.code().name} {error.details()}") from error
         except asyncio.CancelledError:
-            if _is_cancelled():
+            if is_cancelled():
                 raise
             raise TransferError(f"the source at {address} cut the Transfer off") from None
 
-    async def _receive(self, leg: _Leg, memory: CacheMemory, arrival: _Arrival, *, decides: bool, leads: bool) -> Loaded:
-        call = leg.call
-        num_tokens = (await self._expect(call, "begin")).begin.num_tokens
+    async def _receive(self, leg: Leg, memory: CacheMemory, arrival: _Arrival, *, decides: bool, leads: bool) -> Loaded:
+        num_tokens = (await self._expect(leg, "begin")).begin.num_tokens
         leg.record.begun = time.monotonic()
         try:
             landing = await arrival.place(num_tokens, decides=decides)
             if landing is None:
-                await _part(call, frames.control(busy=pb.Busy(reason="no memory for the prompt and its output")))
+                await leg.part(frames.control(busy=pb.Busy(reason="no memory for the prompt and its output")))
                 raise BusyError("the decode replica has no memory for this request now", retry_after_seconds=0.1)
             coverage = Coverage(memory, num_tokens, landing.have_tokens)
             leg.record.ready, leg.record.coverage = time.monotonic(), coverage
             leg.invited = leg.way.channel.direct
             where = invitation.to_pb(memory.regions, landing) if leg.invited else None
-            await call.write(frames.control(ready=pb.Ready(have_tokens=landing.have_tokens, invitation=where)))
+            await leg.write(frames.control(ready=pb.Ready(have_tokens=landing.have_tokens, invitation=where)))
             handoff = await self._land(leg, memory, landing, coverage, leads=leads)
             return Loaded(handed=handoff, kv_bytes=coverage.kv_bytes, state_bytes=coverage.state_bytes,
-                          seconds=time.monotonic() - arrival.began, calls=(call,), records=(leg.record,))
+                          seconds=time.monotonic() - arrival.began, legs=(leg,))
         except (grpc.aio.AioRpcError, BusyError):
             raise
         except Exception as error:
             arrival.stop()
             told = error if isinstance(error, SlipstreamError) else InternalError(f"the destination failed: {error!r}")
-            leg.over |= await _part(call, frames.control(failed=pb.Failed(code=told.code, message=told.message)))
+            await leg.part(frames.control(failed=pb.Failed(code=told.code, message=told.message)))
             raise
 
-    async def _land(self, leg: _Leg, memory: CacheMemory, landing: Landing, coverage: Coverage, *,
+    async def _land(self, leg: Leg, memory: CacheMemory, landing: Landing, coverage: Coverage, *,
                     leads: bool) -> Handoff | None:
         """Until a stream's part is here and verified; the Handoff of the one that leads."""
         handoff: Handoff | None = None
         while True:
-            frame = frames.parse(await _read(leg.call))
+            frame = frames.parse(await leg.read())
             if isinstance(frame, frames.Data):
                 coverage.check(frame.ranges)
                 target = memory.spans(landing, frame.ranges)
@@ -299,8 +274,8 @@ class CacheLoader:
                 case other:
                     raise ProtocolError(f"{other} in the middle of a transfer")
 
-    async def _expect(self, call: Call, kind: str) -> pb.Control:
-        frame = frames.parse(await _read(call))
+    async def _expect(self, leg: Leg, kind: str) -> pb.Control:
+        frame = frames.parse(await leg.read())
         if isinstance(frame, frames.Data):
             raise ProtocolError(f"data before {kind}")
         if frame.WhichOneof("message") == "failed":
@@ -316,77 +291,3 @@ def _check(handoff: Handoff | None, num_tokens: int) -> None:
     if handoff.prompt_tokens != num_tokens or handoff.state_token_count != num_tokens:
         raise CoverageError(f"the Handoff is for {handoff.prompt_tokens} tokens with a state after "
                             f"{handoff.state_token_count}; the prompt has {num_tokens}")
-
-
-async def _read(call: Call) -> bytes:
-    frame = await call.read()
-    if not isinstance(frame, bytes):  # grpc's EOF marker
-        raise TransferError("the source ended the Transfer before it was complete")
-    return frame
-
-
-def _failure(stream: asyncio.Task[Loaded] | None) -> str:
-    """The code of what a stream failed of by itself; empty: it did not."""
-    if stream is None or not stream.done() or stream.cancelled() or (error := stream.exception()) is None:
-        return ""
-    return error.code if isinstance(error, SlipstreamError) else InternalError.code
-
-
-async def _quiet(arrival: _Arrival, request_id: str) -> None:
-    """Return when nobody writes into the landing any more, even if the caller is cancelled meanwhile."""
-    ending = asyncio.create_task(_stopped(arrival, request_id))
-    while not ending.done():
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.shield(ending)
-
-
-async def _stopped(arrival: _Arrival, request_id: str) -> None:
-    legs = [leg for leg in arrival.legs if leg.invited]
-    if legs:
-        await asyncio.wait(arrival.streams)
-    await asyncio.gather(*(_fenced(leg, request_id) for leg in legs if not leg.over))
-
-
-async def _fenced(leg: _Leg, request_id: str) -> None:
-    word = frames.control(failed=pb.Failed(code=TransferError.code, message="the destination gave up"))
-    if await _part(leg.call, word):
-        return
-    leg.record.quarantined = began = time.monotonic()
-    logger.warning("the source of %s does not say that it has stopped writing; its memory is kept from use", request_id)
-    fence = asyncio.create_task(leg.way.channel.fence(leg.way.peer))
-    ended = asyncio.create_task(_ended_well(leg.call))
-    await asyncio.wait((fence, ended), return_when=asyncio.FIRST_COMPLETED)
-    for task in (fence, ended):
-        task.cancel()
-    logger.info("nothing writes for %s any more; its memory was kept for %.1f s", request_id, time.monotonic() - began)
-
-
-async def _ended_well(call: Call) -> None:
-    if await call.code() is not grpc.StatusCode.OK:
-        await asyncio.Event().wait()  # it says nothing
-
-
-async def _part(call: Call, last_word: bytes) -> bool:
-    """Say a last word, and wait a moment for the source to end the stream: a cancel on its heels could overtake the word.
-
-    True if it ended it in order. Never raises: a source that has left needs no telling.
-    """
-    try:
-        async with asyncio.timeout(_HEARD_SECONDS):
-            await call.write(last_word)
-            await call.done_writing()
-            while isinstance(await call.read(), bytes):
-                pass
-            return await call.code() is grpc.StatusCode.OK
-    except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError) as error:
-        logger.info("the source left before it heard our last word: %r", error)
-    except asyncio.CancelledError:
-        if _is_cancelled():
-            raise
-    return False
-
-
-def _is_cancelled() -> bool:
-    """True if somebody cancels this task: grpc raises CancelledError too when it was the peer who cancelled the stream."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +17,11 @@ import numpy as np
 
 from cache_transfer import spans
 from cache_transfer.channels.base import Channel, LostError
+from cache_transfer.channels.engines import choose_engine, environment
 from cache_transfer.channels.faults import Faults, Write
 from cache_transfer.channels.grpc import InlineChannel
 from cache_transfer.channels.local import LocalChannel
+from cache_transfer.channels.rdma import RdmaChannel
 from cache_transfer.spans import Spans
 from cache_transfer.transfers import Transfers
 from slipstream.config import FaultsConfig, TransferConfig
@@ -143,12 +146,34 @@ class Probe:
         return self._memory[PROBE_BYTES:].tobytes() == nonce * (PROBE_BYTES // 16)
 
 
-def open_paths(config: TransferConfig, extent: Spans) -> Paths:
-    """The channels that `config` names, best first; `extent`: the memory that they move. Raises ConfigError."""
+def open_paths(config: TransferConfig, extent: Spans, *, process: str, host: str = "127.0.0.1") -> Paths:
+    """The channels that `config` names, best first.
+
+    `extent`: the memory that they move. `process`: this one's name among its peers. `host`: the address that an engine binds.
+    Raises ConfigError.
+    """
     if config.channel not in KNOWN:
         raise ConfigError(f"transfer.channel {config.channel!r} is unknown; known: {', '.join(KNOWN)}",
                           field="transfer.channel")
-    make: dict[str, Callable[[], Channel]] = {"local": LocalChannel, "grpc": lambda: InlineChannel(config.frame_bytes)}
-    names = list(make) if config.channel == "auto" else [config.channel]
+    probe = Probe()
+
+    def rdma() -> Channel:
+        environment.set_environment(os.environ, host)  # it is read when an engine is loaded
+        return RdmaChannel(lambda: choose_engine(config.rdma.engine, host=host, process=process),
+                           spans.joined([extent, probe.extent]), stall_seconds=config.stall_seconds,
+                           quarantine_seconds=config.rdma.quarantine_seconds)
+
+    make: dict[str, Callable[[], Channel]] = {"local": LocalChannel, "rdma": rdma,
+                                              "grpc": lambda: InlineChannel(config.frame_bytes)}
     faults = Faults(config.faults) if config.faults != FaultsConfig() else None
-    return Paths([make[name]() for name in names], Probe(), faults)
+    if config.channel != "auto":
+        return Paths([make[config.channel]()], probe, faults)
+    channels = []
+    for name in make:
+        if name == "rdma" and not any(environment.RDMA_DEVICES.glob("*")):
+            continue  # over TCP an engine gains little and keeps a thread busy
+        try:
+            channels.append(make[name]())
+        except SlipstreamError as error:
+            logger.warning("channel %s is left out: %s", name, error.message)
+    return Paths(channels, probe, faults)

@@ -21,10 +21,10 @@ from cache_transfer.channels.base import LostError, UnsettledError
 from cache_transfer.handoff import Handoff
 from cache_transfer.memory import CacheMemory
 from cache_transfer.paths import Paths
-from cache_transfer.record import COMMITTED, CUT, DISCARDED, StreamRecord
+from cache_transfer.record import BUSY, COMMITTED, CUT, DISCARDED, StreamRecord
 from cache_transfer.record import LOST as WAS_LOST
 from cache_transfer.regions import Landing
-from cache_transfer.stream import LOST, Prompt, Read, Stream, Write
+from cache_transfer.stream import LOST, BusyPeerError, Prompt, Read, Stream, Write
 from slipstream.config import TransferConfig
 from slipstream.errors import (
     DeadlineError,
@@ -165,6 +165,8 @@ class SourceTransfer:
         except (LostError, grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
             if isinstance(error, LostError):
                 reason = str(error)
+            if isinstance(error, BusyPeerError):
+                record.outcome = BUSY
             unsettled = isinstance(error, UnsettledError)
         except asyncio.CancelledError:
             if self._holds(stream) and not self._over:

@@ -17,7 +17,7 @@ from cache_transfer.invitation import Invitation
 from cache_transfer.layout import Kind, Range, TensorSpec
 from cache_transfer.memory import CacheMemory
 from cache_transfer.paths import Way
-from cache_transfer.record import BUSY, StreamRecord
+from cache_transfer.record import StreamRecord
 from cache_transfer.regions import Landing
 from slipstream.errors import ProtocolError, SlipstreamError, by_code
 from slipstream.v1 import cache_store_pb2 as pb
@@ -29,6 +29,10 @@ Read = Callable[[], Awaitable[bytes | None]]
 """The next frame; None: the destination has nothing more to say."""
 Reader = asyncio.Task[pb.Control | None]
 """Waits for the destination's next word."""
+
+
+class BusyPeerError(LostError):
+    """The destination said so: it has no memory, or has given this attempt up."""
 
 
 class Prompt:
@@ -110,9 +114,6 @@ class Stream:
             self._record.begun = time.monotonic()
             answer = await self._answer(reader)
             kind = answer.WhichOneof("message")
-            if kind == "busy":
-                self._record.outcome = BUSY
-                raise LostError(f"the destination is busy: {answer.busy.reason}")
             if kind != "ready":
                 raise ProtocolError(f"{kind} instead of Ready or Busy")
             coverage = Coverage(self._memory, prompt.num_tokens, answer.ready.have_tokens)
@@ -238,4 +239,6 @@ def _word(reader: Reader) -> pb.Control:
         raise LostError(LOST)
     if answer.WhichOneof("message") == "failed":
         raise by_code(answer.failed.code, answer.failed.message)
+    if answer.WhichOneof("message") == "busy":
+        raise BusyPeerError(f"the destination is busy: {answer.busy.reason}")
     return answer

@@ -21,6 +21,7 @@ from router.policy import Replica
 from slipstream.errors import IncompatibleError, InternalError, SlipstreamError, UnavailableError
 from slipstream.rpc import convert
 from slipstream.rpc.channel import connect
+from slipstream.rpc.security import OPEN, Security
 from slipstream.text.images import Picture
 from slipstream.types import Logprobs, Role
 from slipstream.v1 import directory_pb2, directory_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -28,7 +29,7 @@ from slipstream.v1 import directory_pb2, directory_pb2_grpc, worker_pb2, worker_
 logger = logging.getLogger(__name__)
 
 _INFO_SECONDS = 5.0
-_FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.05, 2.0
+_FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.05, 1.0
 _IMAGE_CHUNK = 1 << 20
 
 
@@ -57,7 +58,8 @@ class _Waiting:
 class WorkerLink:
     """One worker. `info` is None while it is not connected."""
 
-    def __init__(self, address: str, model_name: str, on_change: Callable[[], None], silence_seconds: float = 10.0) -> None:
+    def __init__(self, address: str, model_name: str, on_change: Callable[[], None], silence_seconds: float = 10.0,
+                 security: Security = OPEN) -> None:
         """`model_name`: what this router serves; a worker of another model is not used. `silence_seconds`: workers tell their
         load about once a second, so one that says nothing for so long is stuck, and its Session is given up."""
         self.address = address
@@ -67,9 +69,9 @@ class WorkerLink:
         self._silence_seconds = silence_seconds
         self.info: worker_pb2.WorkerInfo | None = None
         self.load = worker_pb2.Load()
-        self.problem = "connecting"
+        self.problem = self._told = "connecting"
         self._on_change = on_change
-        self._channel = connect(address)
+        self._channel = connect(address, security)
         self._stub = worker_pb2_grpc.WorkerStub(self._channel)
         self._outgoing: asyncio.Queue[worker_pb2.RouterMessage] = asyncio.Queue()
         self._sinks: dict[int, _Waiting] = {}
@@ -158,7 +160,7 @@ class WorkerLink:
         wait = _FIRST_WAIT_SECONDS
         while True:
             try:
-                info = await self._stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=_INFO_SECONDS, wait_for_ready=True)
+                info = await self._stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=_INFO_SECONDS)
                 convert.role_from_pb(info.role)
                 if info.model_name != self._model_name:
                     raise IncompatibleError(f"{info.replica_id} serves {info.model_name}, this router {self._model_name}")
@@ -166,7 +168,7 @@ class WorkerLink:
                 await self._session(info)
                 self.problem = "the session ended"
             except grpc.aio.AioRpcError as error:
-                self.problem = f"{error.code().name} {error.details()}"
+                self.problem = _reason(error)
             except SlipstreamError as error:
                 self.problem = error.message
             except Exception as error:
@@ -200,6 +202,9 @@ class WorkerLink:
     def _lost(self) -> None:
         if self.info is not None:
             logger.warning("lost %s at %s: %s", self.info.replica_id, self.address, self.problem)
+        elif self.problem != self._told:
+            logger.warning("the worker at %s cannot be used: %s", self.address, self.problem)
+        self._told = self.problem
         self.info = None
         sinks, self._sinks = self._sinks, {}
         for handle, waiting in sinks.items():
@@ -240,6 +245,10 @@ class WorkerLink:
     def _forget(self, handle: int) -> None:
         if self._sinks.pop(handle, None) is not None and self.leaving and not self._sinks:
             self._on_change()
+
+
+def _reason(error: grpc.aio.AioRpcError) -> str:
+    return f"{error.code().name} {error.details()}"
 
 
 def _by_leg(step: worker_pb2.StepReport) -> dict[tuple[int, int], list[Row]]:
@@ -294,10 +303,12 @@ async def _unless_silent(call: grpc.aio.StreamStreamCall[worker_pb2.RouterMessag
 class Workers:
     """All links, from a fixed list of addresses or from the supervisor's Directory."""
 
-    def __init__(self, model_name: str, on_change: Callable[[], None], silence_seconds: float = 10.0) -> None:
+    def __init__(self, model_name: str, on_change: Callable[[], None], silence_seconds: float = 10.0,
+                 security: Security = OPEN) -> None:
         self._links: dict[str, WorkerLink] = {}
         self._model_name = model_name
         self._silence_seconds = silence_seconds
+        self._security = security
         self._on_change = on_change
         self._closing: set[asyncio.Task[None]] = set()
         self._news = asyncio.Event()
@@ -310,7 +321,7 @@ class Workers:
         if address in self._links:
             self._links[address].leaving = False
         else:
-            self._links[address] = WorkerLink(address, self._model_name, self._changed, self._silence_seconds)
+            self._links[address] = WorkerLink(address, self._model_name, self._changed, self._silence_seconds, self._security)
 
     def watch(self, directory: str) -> None:
         """Follow the Directory at this address, and no other from now on. While it is gone the known workers go on serving."""
@@ -361,7 +372,7 @@ class Workers:
         return sum(view.role is role for view in self.views())
 
     async def _follow(self, directory: str) -> None:
-        channel, told = connect(directory), False
+        channel, told = connect(directory, self._security), False
         try:
             while True:
                 try:
@@ -370,7 +381,7 @@ class Workers:
                         self._apply({endpoint.address for endpoint in snapshot.endpoints})
                 except grpc.aio.AioRpcError as error:
                     level = logging.DEBUG if told else logging.WARNING
-                    logger.log(level, "the directory at %s is gone: %s; known workers stay", directory, error.code().name)
+                    logger.log(level, "the directory at %s is gone: %s; known workers stay", directory, _reason(error))
                     told = True
                 except Exception:
                     logger.exception("what the directory at %s said could not be used; known workers stay", directory)

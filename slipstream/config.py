@@ -113,6 +113,17 @@ class FaultsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RdmaConfig:
+    """[transfer.rdma]: the one-sided channel."""
+
+    engine: str = "auto"
+    """`nixl`, `mooncake` or `mori`; `auto` takes the first of them that is installed. Both sides need the same."""
+    quarantine_seconds: float = 10.0
+    """How long a source on another host that does not say that it has stopped writing is waited for, before what it may write
+    to is closed."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TransferConfig:
     """[transfer]: the cache-store channel between prefill and decode."""
 
@@ -123,6 +134,8 @@ class TransferConfig:
     """Every frame carries a checksum of its bytes, which the destination verifies in its own memory."""
     stall_seconds: float = 10.0
     """A destination that takes nothing for so long is given up."""
+    rdma: RdmaConfig = field(default_factory=RdmaConfig)
+    """A section of its own."""
     faults: FaultsConfig = field(default_factory=FaultsConfig)
     """A section of its own."""
     lease_seconds: float = 30.0
@@ -198,6 +211,23 @@ class RayConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SecurityConfig:
+    """[security]: who may talk to our processes over gRPC (docs/security.md); without it, whoever reaches their ports. The
+    files have to lie on every node."""
+
+    token_file: str = ""
+    """File with the token that all processes of the deployment share: 16 printable characters or more, without spaces."""
+    tls_cert: str = ""
+    """PEM file with this node's certificate and its chain. All three of `tls_cert`, `tls_key` and `tls_ca`, or none."""
+    tls_key: str = ""
+    """PEM file with the certificate's private key."""
+    tls_ca: str = ""
+    """PEM file with the authorities that may sign the certificates of peers, servers and clients alike."""
+    tls_server_name: str = ""
+    """The name in the certificates of all processes; empty: each has the address at which it is reached."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DebugConfig:
     """[debug]: switches for finding faults; all are off by default."""
 
@@ -220,6 +250,7 @@ class Config:
     transfer: TransferConfig = field(default_factory=TransferConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     ray: RayConfig = field(default_factory=RayConfig)
+    security: SecurityConfig = field(default_factory=SecurityConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
 
 

@@ -29,7 +29,7 @@ from worker.jobs import Jobs, RoleWorker
 from worker.metrics import LegMetrics
 from worker.replica import Replica, StepNews
 from worker.session import Session
-from worker.transfers import of_all_ranks
+from worker.transfers import RankTransfers
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         """Where peers and routers reach this process; set once it listens."""
         self.other_addresses: list[str] = []
         """Where the CacheStores of the replica's other ranks listen, by rank."""
-        self.transfers = Transfers()
+        self.transfers = RankTransfers(Transfers())
         """Of rank 0; set before it listens."""
         self.metrics_address = ""
         """Where `GET /metrics` is answered; empty: nowhere."""
@@ -255,7 +255,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             return await _abort(context, error)
 
     async def _insides(self, *, only_transfers: bool = False) -> pb.InspectReply:
-        reply = await of_all_ranks(self.transfers, self.other_addresses)
+        reply = await self.transfers.of_all(self.other_addresses)
         if not only_transfers:
             reply.MergeFrom(await self._replica.call(_inspect))
         return reply

@@ -13,6 +13,7 @@ import grpc.aio
 from cache_transfer.record import StreamRecord
 from cache_transfer.transfers import Transfers
 from slipstream.rpc.channel import connect
+from slipstream.rpc.security import OPEN, Security
 from slipstream.v1 import worker_pb2 as pb
 from slipstream.v1 import worker_pb2_grpc
 
@@ -31,21 +32,27 @@ def serve_rank(server: grpc.aio.Server, transfers: Transfers) -> None:
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, {"Inspect": handler}),))
 
 
-async def of_all_ranks(transfers: Transfers, others: Sequence[str]) -> pb.InspectReply:
-    """Rank 0's and those of the ranks at the addresses `others`; one that does not answer is named."""
-    reply = pb.InspectReply(transfers=told(transfers))
-    for one in await asyncio.gather(*(_ask(address, rank) for rank, address in enumerate(others, 1))):
-        reply.MergeFrom(one)
-    return reply
+class RankTransfers:
+    """Rank 0's."""
 
+    def __init__(self, transfers: Transfers, security: Security = OPEN) -> None:
+        self._transfers = transfers
+        self._security = security
 
-async def _ask(address: str, rank: int) -> pb.InspectReply:
-    async with connect(address) as channel:
-        try:
-            stub = worker_pb2_grpc.WorkerStub(channel)
-            return await stub.Inspect(pb.InspectRequest(only_transfers=True), timeout=ASK_SECONDS)
-        except grpc.aio.AioRpcError as error:
-            return pb.InspectReply(silent_ranks=[f"rank {rank} does not tell its transfers: {error.code().name}"])
+    async def of_all(self, others: Sequence[str]) -> pb.InspectReply:
+        """And those of the ranks at the addresses `others`; one that does not answer is named."""
+        reply = pb.InspectReply(transfers=told(self._transfers))
+        for one in await asyncio.gather(*(self._ask(address, rank) for rank, address in enumerate(others, 1))):
+            reply.MergeFrom(one)
+        return reply
+
+    async def _ask(self, address: str, rank: int) -> pb.InspectReply:
+        async with connect(address, self._security) as channel:
+            try:
+                stub = worker_pb2_grpc.WorkerStub(channel)
+                return await stub.Inspect(pb.InspectRequest(only_transfers=True), timeout=ASK_SECONDS)
+            except grpc.aio.AioRpcError as error:
+                return pb.InspectReply(silent_ranks=[f"rank {rank} does not tell its transfers: {error.code().name}"])
 
 
 def told(transfers: Transfers) -> list[pb.Transfer]:

@@ -39,8 +39,11 @@ class Channel(Protocol):
     def land(self, origin: bytes, payload: memoryview, target: Spans) -> None:
         """Destination: when this returns, a frame's bytes are in place. Raises ProtocolError or TransferError."""
 
-    async def fence(self, origin: bytes) -> None:
-        """Destination: returns when nothing that this peer began can be written here any more. It is lost and cannot say so."""
+    async def fence(self, origin: bytes, invited: bytes) -> None:
+        """Destination: returns when nothing that this peer began can be written here any more. It is lost and cannot say so.
+
+        `invited`: our `address` as it was told.
+        """
 
     async def close(self) -> None:
         """End it; what is still under way fails."""

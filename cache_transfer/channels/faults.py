@@ -95,9 +95,9 @@ class FaultyChannel:
         """The inner channel's: faults are a source's."""
         self._inner.land(origin, payload, target)
 
-    async def fence(self, origin: bytes) -> None:
+    async def fence(self, origin: bytes, invited: bytes) -> None:
         """The inner channel's."""
-        await self._inner.fence(origin)
+        await self._inner.fence(origin, invited)
 
     async def close(self) -> None:
         """The inner channel's."""

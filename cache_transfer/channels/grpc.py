@@ -30,7 +30,7 @@ class InlineChannel:
         """Raises ProtocolError if the payload is not exactly as long as its ranges."""
         spans.scatter(payload, target)
 
-    async def fence(self, origin: bytes) -> None:
+    async def fence(self, origin: bytes, invited: bytes) -> None:
         """Only this process writes here."""
 
     async def close(self) -> None:

@@ -59,7 +59,7 @@ class LocalChannel:
             reason = os.strerror(ctypes.get_errno()) if done < 0 else f"{done} of {spans.total(ours)} bytes came"
             raise TransferError(f"cannot read the source's memory (process {pid}): {reason}")
 
-    async def fence(self, origin: bytes) -> None:
+    async def fence(self, origin: bytes, invited: bytes) -> None:
         """Only this process writes here."""
 
     async def close(self) -> None:

@@ -34,7 +34,7 @@ class CacheStoreStub:
     carries from the two geometries (cache_transfer/plan.py).
     destination: Open                        source: Begin
     destination: Ready | Busy                source: data* , Handoff (between the ranks 0 only), Sent | Failed
-    destination: Done | Failed
+    destination: Done | Failed | Busy (this attempt is given up, another may come)
     """
 
     def __init__(self, channel):
@@ -64,7 +64,7 @@ class CacheStoreServicer:
     carries from the two geometries (cache_transfer/plan.py).
     destination: Open                        source: Begin
     destination: Ready | Busy                source: data* , Handoff (between the ranks 0 only), Sent | Failed
-    destination: Done | Failed
+    destination: Done | Failed | Busy (this attempt is given up, another may come)
     """
 
     def Hello(self, request, context):
@@ -111,7 +111,7 @@ class CacheStore:
     carries from the two geometries (cache_transfer/plan.py).
     destination: Open                        source: Begin
     destination: Ready | Busy                source: data* , Handoff (between the ranks 0 only), Sent | Failed
-    destination: Done | Failed
+    destination: Done | Failed | Busy (this attempt is given up, another may come)
     """
 
     @staticmethod

@@ -35,7 +35,7 @@ class CacheStoreStub:
     carries from the two geometries (cache_transfer/plan.py).
       destination: Open                        source: Begin
       destination: Ready | Busy                source: data* , Handoff (between the ranks 0 only), Sent | Failed
-      destination: Done | Failed
+      destination: Done | Failed | Busy (this attempt is given up, another may come)
     """
 
     @_typing.overload
@@ -57,7 +57,7 @@ class CacheStoreAsyncStub(CacheStoreStub):
     carries from the two geometries (cache_transfer/plan.py).
       destination: Open                        source: Begin
       destination: Ready | Busy                source: data* , Handoff (between the ranks 0 only), Sent | Failed
-      destination: Done | Failed
+      destination: Done | Failed | Busy (this attempt is given up, another may come)
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -75,7 +75,7 @@ class CacheStoreServicer(metaclass=_abc_1.ABCMeta):
     carries from the two geometries (cache_transfer/plan.py).
       destination: Open                        source: Begin
       destination: Ready | Busy                source: data* , Handoff (between the ranks 0 only), Sent | Failed
-      destination: Done | Failed
+      destination: Done | Failed | Busy (this attempt is given up, another may come)
     """
 
     @_abc_1.abstractmethod

@@ -11,14 +11,17 @@ import grpc.aio
 import pytest
 
 from cache_transfer import frames
+from cache_transfer.channels.grpc import InlineChannel
 from cache_transfer.layout import Range
+from cache_transfer.load import given
 from cache_transfer.regions import Landing
-from slipstream.errors import CoverageError, ProtocolError
+from slipstream.errors import CoverageError, ProtocolError, TransferError
+from slipstream.rpc.security import Security
 from slipstream.rpc.server import listen, new_server
 from slipstream.v1 import cache_store_pb2 as pb
 from tests.support import transfer_rig
 from tests.support.damage import Damaging
-from tests.support.transfer_site import destination, handoff, serving
+from tests.support.transfer_site import Site, destination, handoff, serving
 
 LAYOUT = transfer_rig.layout()
 KV, CONV = 4, 0  # tensors of the rig's layout
@@ -40,6 +43,7 @@ TWICE.choices.add(choice=0, first_token=9)
 RUBBISH = [b"", b"\x02", b"\x00\xff\xff", b"\x01", b"\x01" + bytes(9) + b"\xff\xff\xff\xff",
            b"\x01" + bytes(9) + b"\x01\x00\x00\x00", b"\x01\x02" + bytes(12),
            data(Range(KV, 0, 4), payload=4 * ROW), frames.control(),
+           frames.control(ready=pb.Ready(have_tokens=(1 << 32) - 4)),
            frames.control(begin=pb.Begin()), frames.control(open=pb.Open()), frames.control(sent=pb.Sent())]
 
 
@@ -84,7 +88,7 @@ async def told(call: grpc.aio.StreamStreamCall[bytes, bytes]) -> str:
 
 
 @asynccontextmanager
-async def scripted(script: Sequence[bytes], heard: list[str]) -> AsyncIterator[str]:
+async def scripted(script: Sequence[bytes], heard: list[str], tokens: int = TOKENS) -> AsyncIterator[str]:
     """A source that says all the right words up to Ready, and then these; `heard`: what the destination says to it."""
     async def hello(request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
         return pb.HelloReply(replica_id="p0", epoch=1, compatible=True, channels={"grpc": b""},
@@ -92,7 +96,7 @@ async def scripted(script: Sequence[bytes], heard: list[str]) -> AsyncIterator[s
 
     async def transfer(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
         await anext(requests)
-        await context.write(frames.control(begin=pb.Begin(num_tokens=TOKENS)))
+        await context.write(frames.control(begin=pb.Begin(num_tokens=tokens)))
         await anext(requests)
         for frame in script:
             await context.write(frame)
@@ -138,6 +142,33 @@ async def test_rubbish_from_a_source_is_refused_before_it_lands(script: list[byt
         site.compute(site.prompt("u", TOKENS)[0], TOKENS)
         await (await here.load("u", address=site.address)).close(committed=True)
     assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+
+
+async def test_a_source_cannot_announce_more_than_the_router_told() -> None:
+    async with scripted([], [], tokens=(1 << 32) - 1) as address, destination(address) as here:
+        with pytest.raises(ProtocolError, match="sends 4294967295 tokens; rank 0 was told 17"):
+            await here.loader.load([address], transfer_id="t", attempt=0, source_epoch=1, request_id="r", remaining_seconds=20,
+                                   admit=given(HERE, TOKENS))
+
+
+async def test_a_destination_opens_what_was_announced_by_its_id_and_request_only() -> None:
+    async with serving(lease_seconds=0.3) as site, destination(site.address) as here:
+        _, log = site.prompt("announced", TOKENS)
+        for name, request in (("announced", "another"), ("announced/", "r"), ("", "r")):
+            with pytest.raises(TransferError):
+                await here.load(name, where=HERE, request=request)
+        assert log.heard in ([], ["failed"]), "its lease runs, and nobody has come"
+
+
+async def test_a_destination_without_the_token_gets_no_hello() -> None:
+    trusted = Security(token="the token of the source")
+    server, site = new_server(trusted), Site(InlineChannel())
+    site.store.add_to(server)
+    async with destination(await listen(server, "127.0.0.1:0", trusted)) as here:
+        site.prompt("t", TOKENS)
+        with pytest.raises(TransferError, match=r"UNAUTHENTICATED .*security\.token_file"):
+            await here.load("t", seconds=3)
+    await server.stop(None)
 
 
 async def test_a_bit_that_flips_in_any_frame_is_never_committed() -> None:

@@ -202,7 +202,7 @@ class Fenced(CountingChannel):
         super().__init__()
         self.up = asyncio.Event()
 
-    async def fence(self, origin: bytes) -> None:
+    async def fence(self, origin: bytes, invited: bytes) -> None:
         await self.up.wait()
 
 

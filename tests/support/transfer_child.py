@@ -23,7 +23,6 @@ from slipstream.errors import CancelledError, SlipstreamError
 from slipstream.rpc.server import listen, new_server
 from slipstream.types import MropeState, RequestId
 from tests.support import transfer_rig
-from tests.support.damage import Damaging
 
 
 def say(**fields: object) -> None:
@@ -48,11 +47,9 @@ class Listener:
 
 
 def paths(arguments: dict[str, object], memory: CacheMemory) -> Paths:
-    """The channel that the test names, or one that damages (`corrupt`, `short`) the first frame."""
-    if kind := arguments.get("damage"):
-        return Paths([Damaging(short=kind == "short", frame_bytes=4096)])
+    """The channels that the test names."""
     named = typed.build(TransferConfig, {"frame_bytes": 4096, **arguments.get("transfer", {})}, "transfer", "the test")  # type: ignore[dict-item]
-    return open_paths(named, memory.extent)
+    return open_paths(named, memory.extent, process=f"p{memory.shard.rank}")
 
 
 async def compute(transfer: SourceTransfer, command: dict[str, object], layers: int) -> None:

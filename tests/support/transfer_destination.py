@@ -16,8 +16,8 @@ from tests.support import transfer_rig
 async def main(address: str, name: str, blocks: list[int], slot: int, seconds: float = 60.0, **rank: object) -> None:
     memory, _ = transfer_rig.destination(transfer_rig.layout(), transfer_rig.rank_of(rank))
     config = TransferConfig(channel="grpc")
-    loader = CacheLoader(memory, open_paths(config, memory.extent), replica_id="d1", epoch=1, rank=memory.shard.rank,
-                         config=config)
+    loader = CacheLoader(memory, open_paths(config, memory.extent, process="d1"), replica_id="d1", epoch=1,
+                         rank=memory.shard.rank, config=config)
 
     async def admit(num_tokens: int) -> Landing:
         return Landing(blocks=tuple(blocks), state_slot=slot)

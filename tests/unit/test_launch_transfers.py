@@ -18,7 +18,7 @@ from cache_transfer.record import EVENTS, RECEIVE, SEND, StreamRecord
 from cache_transfer.transfers import Transfers
 from launch.transfers import PHASES, joined, problems, show
 from tests.support import transfer_rig
-from worker.transfers import of_all_ranks
+from worker.transfers import RankTransfers
 
 
 def end(side: str, ranks: tuple[int, int], *, kv: int, total: int | None, phase: str = "moving", age: float = 2.0,
@@ -58,7 +58,7 @@ async def test_a_rank_that_does_not_answer_is_named_and_the_others_are_told() ->
     with socket.create_server(("127.0.0.1", 0)) as silent:  # it takes connections, and says nothing
         transfers = Transfers()
         transfers.open(SEND, request_id="r", transfer_id="t", attempt=0, rank=0, peer="decode-0", peer_rank=0, now=0.0)
-        reply = await of_all_ranks(transfers, [f"127.0.0.1:{silent.getsockname()[1]}"])
+        reply = await RankTransfers(transfers).of_all([f"127.0.0.1:{silent.getsockname()[1]}"])
     assert [one.request_id for one in reply.transfers] == ["r"]
     assert [text.startswith("rank 1 does not tell its transfers: ") for text in reply.silent_ranks] == [True]
 
