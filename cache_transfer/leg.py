@@ -20,7 +20,7 @@ from cache_transfer import frames
 from cache_transfer.links import Link
 from cache_transfer.paths import Way
 from cache_transfer.record import StreamRecord
-from slipstream.errors import InternalError, SlipstreamError, TransferError
+from slipstream.errors import TransferError
 from slipstream.v1 import cache_store_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class Leg:
     """Reads and writes survive the cancellation of who waits for them: gRPC would cancel the whole stream with it."""
 
     def __init__(self, link: Link, seconds: float, record: StreamRecord) -> None:
-        """Open a stream for so long, in the task that uses it."""
+        """Open a stream for so long."""
         self.record = record
         self.way: Way = link.way
         self.address = link.way.channel.address()
@@ -46,17 +46,8 @@ class Leg:
         """The source may write into the landing ..."""
         self.over = False
         """... until it says that it has stopped."""
-        self._user = asyncio.current_task()
         self._call = link.transfer(seconds + GRACE_SECONDS)
         self._reading: asyncio.Future[object] | None = None
-
-    @property
-    def failure(self) -> str:
-        """The code of what its task failed of by itself; empty: it did not."""
-        task = self._user
-        if task is None or not task.done() or task.cancelled() or (error := task.exception()) is None:
-            return ""
-        return error.code if isinstance(error, SlipstreamError) else InternalError.code
 
     async def write(self, word: bytes) -> None:
         """Raises AioRpcError, or CancelledError if the source cut the stream off."""

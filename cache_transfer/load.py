@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -88,7 +89,7 @@ class _Arrival:
         self.began = 0.0
         self.num_tokens = 0
         self.streams: list[asyncio.Task[Loaded]] = []
-        self.legs: list[Leg] = []
+        self.legs: dict[asyncio.Task[Any] | None, Leg] = {}  # by the stream that reads it
         self._admit = admit
         self._landing: Landing | None = None
         self._decided = asyncio.Event()
@@ -161,7 +162,7 @@ class CacheLoader:
             parts = [stream.result() for stream in done if not stream.cancelled()]
             loaded = Loaded(handed=next((part.handed for part in parts if part.handed), None),
                             kv_bytes=sum(part.kv_bytes for part in parts), state_bytes=sum(part.state_bytes for part in parts),
-                            seconds=max(part.seconds for part in parts), legs=tuple(arrival.legs))
+                            seconds=max(part.seconds for part in parts), legs=tuple(arrival.legs.values()))
             return loaded
         except TimeoutError as error:
             outcome = DeadlineError.code
@@ -172,10 +173,10 @@ class CacheLoader:
         finally:
             if loaded is None:
                 arrival.stop()
-                await quiet(arrival.legs, arrival.streams, request_id)
-                for leg in arrival.legs:
+                await quiet(tuple(arrival.legs.values()), arrival.streams, request_id)
+                for reader, leg in arrival.legs.items():
                     leg.cancel()
-                    leg.record.end(time.monotonic(), leg.failure or outcome)
+                    leg.record.end(time.monotonic(), _failure(reader) or outcome)
 
     async def _source(self, addresses: Sequence[str], epoch: int) -> Shard:
         """The source's rank 0. Raises IncompatibleError unless the addresses are those of all of its ranks."""
@@ -199,7 +200,7 @@ class CacheLoader:
                     RECEIVE, request_id=opened.request_id, transfer_id=opened.transfer_id, attempt=opened.attempt,
                     rank=opened.rank, peer=link.replica_id, peer_rank=source.rank, channel=link.way.channel.name,
                     now=time.monotonic()))
-                arrival.legs.append(leg)
+                arrival.legs[asyncio.current_task()] = leg
                 opening = pb.Open(remaining_ms=max(1, int(left * 1000)), channel=leg.way.channel.name,
                                   address=leg.address)
                 opening.MergeFrom(opened)
@@ -283,6 +284,13 @@ class CacheLoader:
         if frame.WhichOneof("message") != kind:
             raise ProtocolError(f"{frame.WhichOneof('message')} instead of {kind}")
         return frame
+
+
+def _failure(stream: asyncio.Task[Any] | None) -> str:
+    """The code of what a stream failed of by itself; empty: it did not."""
+    if stream is None or not stream.done() or stream.cancelled() or (error := stream.exception()) is None:
+        return ""
+    return error.code if isinstance(error, SlipstreamError) else InternalError.code
 
 
 def _check(handoff: Handoff | None, num_tokens: int) -> None:
