@@ -1,7 +1,8 @@
 """Writes by NIXL over UCX: verbs where there are NICs, cross-memory attach on one host, TCP elsewhere. Knows no other engine.
 
-On one host `close` is no fence: there the writing process copies straight into its peer, which has no part in it (only what
-runs inside `write` is concerned: such a write is complete when it is posted). UCX_TLS=tcp has the fence everywhere.
+On one host `close` is no fence: the writing process copies straight into its peer, which has no part in it. Measured: one that
+was stopped within `write` (where all of this copying happens) and went on after the peer had closed wrote everything, twice of
+twice, and once even called it a success. There only the writer's word, or its death, is the end; UCX_TLS=tcp has the fence.
 """
 
 from __future__ import annotations
