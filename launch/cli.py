@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import slipstream
 from slipstream.errors import ConfigError, SlipstreamError
 
 if TYPE_CHECKING:
@@ -25,6 +26,18 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print what the router says
 Url = Annotated[str, typer.Option("--url", help="Where a router listens.")]
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"slipstream {slipstream.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True,
+                                                   callback=_version)] = False) -> None:
+    pass
 
 
 def main() -> None:

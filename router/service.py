@@ -131,6 +131,7 @@ class RouterService:
             return "the router is draining"
         reason = policy.missing(self.workers.views())
         refused = [link.problem for link in self.workers.links() if link.info is None and link.problem]
+        refused += [f"{one.replica_id} is restarting: {one.problem}" for one in self.workers.restarting]
         return f"{reason} ({'; '.join(refused[:3])})" if reason and refused else reason
 
     async def begin_chat(self, request: ChatRequest, name: str, deadline: float) -> Ticket:
@@ -261,13 +262,18 @@ class RouterService:
         """What `slipstream status` shows."""
         return {"model": self.model_name, "problem": self.problem(), "in_flight": self.limits.in_flight,
                 "max_in_flight": self.limits.max_in_flight, "supervisor": self.workers.directory,
-                "replicas": [_describe(link) for link in self.workers.links()]}
+                "replicas": [_describe(link) for link in self.workers.links()] + self._restarting()}
 
     async def details(self) -> dict[str, Any]:
         """`status`, with the kernel table and the ledgers of every connected worker."""
         links = self.workers.links()
         told = await asyncio.gather(*(inspect(link) for link in links))
-        return {**self.status(), "replicas": [_describe(link) | more for link, more in zip(links, told, strict=True)]}
+        rows = [_describe(link) | more for link, more in zip(links, told, strict=True)]
+        return {**self.status(), "replicas": rows + self._restarting()}
+
+    def _restarting(self) -> list[dict[str, Any]]:
+        return [{"replica_id": one.replica_id, "role": convert.role_from_pb(one.role).value, "state": "restarting",
+                 "epoch": one.epoch, "problem": one.problem} for one in self.workers.restarting]
 
 
 def report(generation: Generation) -> dict[str, float | int]:
@@ -294,7 +300,9 @@ def new_request_id() -> str:
 def _describe(link: WorkerLink) -> dict[str, Any]:
     info, load, view = link.info, link.load, link.view()
     if info is None or view is None:
-        return {"replica_id": "", "role": "?", "state": "disconnected", "address": link.address, "problem": link.problem}
+        last = link.last_info
+        known = {"replica_id": last.replica_id, "role": convert.role_from_pb(last.role).value, "epoch": last.epoch} if last else {}
+        return {"replica_id": "", "role": "?", **known, "state": "disconnected", "address": link.address, "problem": link.problem}
     return {
         "replica_id": info.replica_id, "role": view.role.value, "state": "draining" if link.draining else "ready",
         "address": link.address, "epoch": info.epoch, "pid": info.pid, "model": info.model_name, "dtype": info.dtype,

@@ -20,7 +20,7 @@ from router.dispatch import Row
 from router.policy import Replica
 from slipstream.errors import IncompatibleError, InternalError, SlipstreamError, UnavailableError
 from slipstream.rpc import convert
-from slipstream.rpc.channel import connect
+from slipstream.rpc.channel import connect, reason
 from slipstream.text.images import Picture
 from slipstream.types import Logprobs, Role
 from slipstream.v1 import directory_pb2, directory_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -57,15 +57,18 @@ class _Waiting:
 class WorkerLink:
     """One worker. `info` is None while it is not connected."""
 
-    def __init__(self, address: str, model_name: str, on_change: Callable[[], None], silence_seconds: float = 10.0) -> None:
-        """`model_name`: what this router serves; a worker of another model is not used. `silence_seconds`: workers tell their
-        load about once a second, so one that says nothing for so long is stuck, and its Session is given up."""
+    def __init__(self, address: str, check: Callable[[WorkerLink, worker_pb2.WorkerInfo], None], on_change: Callable[[], None],
+                 silence_seconds: float = 10.0) -> None:
+        """`check` raises IncompatibleError for a worker that is not to be used. `silence_seconds`: workers tell their load
+        about once a second, so one that says nothing for so long is stuck, and its Session is given up."""
         self.address = address
         self.leaving = False
         """It gets nothing new, and is forgotten once nothing of it is awaited."""
-        self._model_name = model_name
+        self._check = check
         self._silence_seconds = silence_seconds
         self.info: worker_pb2.WorkerInfo | None = None
+        self.last_info: worker_pb2.WorkerInfo | None = None
+        """Of the last Session."""
         self.load = worker_pb2.Load()
         self.problem = "connecting"
         self._on_change = on_change
@@ -149,7 +152,7 @@ class WorkerLink:
         try:
             return await self._stub.Inspect(worker_pb2.InspectRequest(), timeout=timeout_seconds)
         except grpc.aio.AioRpcError as error:
-            raise UnavailableError(f"it did not answer: {error.code().name} {error.details()}") from error
+            raise UnavailableError(reason(error)) from error
 
     # The Session ------------------------------------------------------------------------------------------------------
 
@@ -159,13 +162,13 @@ class WorkerLink:
             try:
                 info = await self._stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=_INFO_SECONDS, wait_for_ready=True)
                 convert.role_from_pb(info.role)
-                if info.model_name != self._model_name:
-                    raise IncompatibleError(f"{info.replica_id} serves {info.model_name}, this router {self._model_name}")
+                self._check(self, info)
                 wait = _FIRST_WAIT_SECONDS
                 await self._session(info)
                 self.problem = "the session ended"
             except grpc.aio.AioRpcError as error:
-                self.problem = f"{error.code().name} {error.details()}"
+                logger.debug("the worker at %s: %s %s", self.address, error.code().name, error.details())
+                self.problem = reason(error)
             except SlipstreamError as error:
                 self.problem = error.message
             except Exception as error:
@@ -183,7 +186,7 @@ class WorkerLink:
         try:
             self.load = worker_pb2.Load(free_blocks=info.total_blocks, free_state_slots=info.total_state_slots,
                                         draining=info.draining)
-            self.info = info
+            self.info = self.last_info = info
             logger.info("connected to %s at %s, epoch %d", info.replica_id, self.address, info.epoch)
             self._on_change()
             async for message in _unless_silent(call, self._silence_seconds):
@@ -301,6 +304,8 @@ class Workers:
         self._closing: set[asyncio.Task[None]] = set()
         self._news = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
+        self.restarting: Sequence[directory_pb2.Endpoint] = ()
+        """Replicas that the supervisor starts again."""
         self.directory = ""
         """Address of the supervisor's Directory; empty: the workers are a fixed list."""
 
@@ -309,7 +314,15 @@ class Workers:
         if address in self._links:
             self._links[address].leaving = False
         else:
-            self._links[address] = WorkerLink(address, self._model_name, self._changed, self._silence_seconds)
+            self._links[address] = WorkerLink(address, self._check, self._changed, self._silence_seconds)
+
+    def _check(self, link: WorkerLink, info: worker_pb2.WorkerInfo) -> None:
+        if info.model_name != self._model_name:
+            raise IncompatibleError(f"{info.replica_id} serves {info.model_name}, this router {self._model_name}")
+        for other in self._links.values():
+            if other is not link and not other.leaving and other.info is not None and other.info.replica_id == info.replica_id:
+                raise IncompatibleError(f"the worker at {other.address} is called {info.replica_id} too; every replica needs a "
+                                        "--replica-id of its own")
 
     def watch(self, directory: str) -> None:
         """Follow the Directory at this address, and no other from now on. While it is gone the known workers go on serving."""
@@ -366,7 +379,7 @@ class Workers:
                 try:
                     async for snapshot in directory_pb2_grpc.DirectoryStub(channel).Watch(directory_pb2.WatchRequest()):
                         told = False
-                        self._apply({endpoint.address for endpoint in snapshot.endpoints})
+                        self._apply(snapshot)
                 except grpc.aio.AioRpcError as error:
                     level = logging.DEBUG if told else logging.WARNING
                     logger.log(level, "the directory at %s is gone: %s; known workers stay", directory, error.code().name)
@@ -377,7 +390,9 @@ class Workers:
         finally:
             await channel.close()
 
-    def _apply(self, addresses: set[str]) -> None:
+    def _apply(self, snapshot: directory_pb2.Snapshot) -> None:
+        addresses = {one.address for one in snapshot.endpoints}
+        self.restarting = snapshot.restarting
         for address in addresses:
             self.add(address)
         for address in self._links.keys() - addresses:

@@ -105,3 +105,7 @@ def test_every_tracked_script_is_executable() -> None:
 def test_the_command_line_names_the_client_s_default_url() -> None:
     """Written twice so that `--help` does not import the client."""
     assert DEFAULT_URL == CLIENT_URL
+
+
+def test_the_command_tells_its_version() -> None:
+    assert CliRunner().invoke(app, ["--version"]).output == f"slipstream {__version__}\n"
