@@ -76,10 +76,14 @@ def serve_(config: ConfigFile = None, model: Model = None, set_: Overrides = Non
     from rich.console import Console
 
     from launch import serve
+    from slipstream.config import ray_job_stop_seconds
 
     named = [f"model.path={model}"] if model is not None else []
     settings = _config(config, [*named, *(set_ or [])])
-    raise typer.Exit(_with_ray(lambda: serve.run(settings, Console(), serve.until_stopped)))
+    console = Console()
+    if warning := serve.check_job(settings, ray_job_stop_seconds()):
+        console.print(warning, markup=False, highlight=False, soft_wrap=True)
+    raise typer.Exit(_with_ray(lambda: serve.run(settings, console, serve.until_stopped)))
 
 
 @app.command()

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import secrets
 import sys
+import sysconfig
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -175,6 +177,7 @@ class Place:
             cause = error.cause
             raise (cause if isinstance(cause, SlipstreamError) else LaunchError(f"{self.member.name}: {error}")) from error
         except ray.exceptions.RayError as error:
+            check_installed(error)
             raise LaunchError(f"{self.member.name} lost its Ray actor: {type(error).__name__}") from error
 
 
@@ -205,6 +208,15 @@ def reserve(wanted: Sequence[Member], left: Mapping[str, Place], deployment: str
     for place in places:
         place.release()
     raise PlacementError(f"{text} (waited {wait_seconds:g} s; see ray.placement_seconds)")
+
+
+def check_installed(error: Exception) -> None:
+    """Raise LaunchError if this error of an actor says that its node cannot import our packages."""
+    if "failed to import on the worker" in str(error):
+        where = re.search(r"ip=([^,)]+)", str(error))
+        raise LaunchError(f"node {where[1] if where else '?'} of the Ray cluster cannot import Slipstream: install this version on "
+                          "every node, or submit `serve` as a Ray job whose working_dir holds it (README, On a Ray cluster): "
+                          + str(error).strip().splitlines()[-1]) from error
 
 
 def host_name(name: str, epoch: int, rank: int) -> str:
@@ -239,7 +251,9 @@ class Host:
         import ray
 
         ids = [str(one) for one in ray.get_gpu_ids()] if gpus else []
-        environment = members.child_environment(os.environ, env, ids)
+        code = str(Path(members.__file__).parents[1])
+        installed = code in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+        environment = members.child_environment(os.environ, env, ids, "" if installed else code)
         command = [sys.executable, "-P", "-m", *arguments]
         self._child = ChildProcess(self._name, command, environment, Path(log_path))
         return self._child.pid

@@ -23,6 +23,7 @@ cluster = Cluster(initialize_head=False)
 for number, node in enumerate(nodes):
     more = {"include_dashboard": False, "temp_dir": folder} if number == 0 else {}
     cluster.add_node(object_store_memory=80 << 20, **more | node)
+ray._private.utils.write_ray_address(cluster.address, folder)  # as `ray start` does: there may be other clusters here
 ray.init(address=cluster.address, log_to_driver=False)
 cluster.wait_for_nodes()
 print(cluster.address, flush=True)
@@ -70,6 +71,8 @@ def ray_nodes(nodes: Sequence[Mapping[str, Any]], python: str = sys.executable) 
     """`nodes`: options of Cluster.add_node, the head's first. `python`: what the cluster's processes run."""
     with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp") as folder:
         env = os.environ | OPEN | {"PATH": f"{Path(python).parent}:{os.environ['PATH']}"}
+        if python != sys.executable:
+            env.pop("PYTHONPATH", None)
         process = subprocess.Popen([python, "-c", CODE, folder, json.dumps(nodes)], env=env, cwd=folder, start_new_session=True,
                                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         try:

@@ -11,9 +11,11 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from launch.cli import DEFAULT_URL
+from launch.cli import DEFAULT_URL, app
 from launch.client import DEFAULT_URL as CLIENT_URL
+from slipstream import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
