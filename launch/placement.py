@@ -144,6 +144,13 @@ class Place:
 
     async def stop(self, grace_seconds: float) -> int:
         """Drain and end rank 0, which ends the others; 0, or an exit status that is not."""
+        try:
+            async with asyncio.timeout(grace_seconds + GANG_END_SECONDS + ANSWER_SECONDS):
+                return await self._stop(grace_seconds)
+        except TimeoutError as error:
+            raise LaunchError(f"{self.member.name}: the Ray actor of a process does not answer") from error
+
+    async def _stop(self, grace_seconds: float) -> int:
         codes = [await self._result(self._hosts[0].stop.remote(grace_seconds))]
         others = self._hosts[1:]
         waited = await self._all(host.wait.remote(GANG_END_SECONDS) for host in others)

@@ -300,9 +300,10 @@ def new_request_id() -> str:
 def _describe(link: WorkerLink) -> dict[str, Any]:
     info, load, view = link.info, link.load, link.view()
     if info is None or view is None:
-        last = link.last_info
-        known = {"replica_id": last.replica_id, "role": convert.role_from_pb(last.role).value, "epoch": last.epoch} if last else {}
-        return {"replica_id": "", "role": "?", **known, "state": "disconnected", "address": link.address, "problem": link.problem}
+        row = {"replica_id": "", "role": "?", "state": "disconnected", "address": link.address, "problem": link.problem}
+        if last := link.last_info:
+            row |= {"replica_id": last.replica_id, "role": convert.role_from_pb(last.role).value, "epoch": last.epoch}
+        return row
     return {
         "replica_id": info.replica_id, "role": view.role.value, "state": "draining" if link.draining else "ready",
         "address": link.address, "epoch": info.epoch, "pid": info.pid, "model": info.model_name, "dtype": info.dtype,
