@@ -1,7 +1,9 @@
 """The frames of a Transfer stream: one kind byte, then a Control message or a table of ranges and their bytes.
 
-Data frame, little endian:  u8 kind | u32 count | count x (u32 tensor, u64 first, u64 units) | payload.
-The payload holds the ranges one after the other; a kv range goes block by block, keys then values of the rows in each block.
+Data frame, little endian: u8 kind | u8 flags | u64 checksum | u32 count | count x (u32 tensor, u64 first, u64 units) | payload.
+With flag 1 the checksum is XXH3-64 over the ranges' bytes. The payload is the channel's: on grpc the bytes themselves,
+elsewhere what the destination needs to find them. They are the ranges one after the other; a kv range goes block by block, in
+each head by head, keys then values.
 Knows no memory: it finds where a payload lies, and never copies it.
 """
 
@@ -15,6 +17,7 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from cache_transfer.handoff import VERSION, Handoff, HandoffChoice
+from cache_transfer.layout import Range
 from slipstream.errors import ProtocolError
 from slipstream.sharding import Geometry
 from slipstream.types import MropeState
@@ -25,18 +28,19 @@ M = TypeVar("M", bound=Message)
 SERVICE: str = pb.DESCRIPTOR.services_by_name["CacheStore"].full_name
 
 _CONTROL, _DATA = 0, 1
-_HEAD = struct.Struct("<BI")
+_HEAD = struct.Struct("<BBQI")
 _RANGE = struct.Struct("<IQQ")
 MAX_RANGES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
-    """Units [first, first + units) of a stream's tensor: token rows of a kv tensor, bytes of a state."""
+class Data:
+    """A data frame."""
 
-    tensor: int
-    first: int
-    units: int
+    ranges: list[Range]
+    payload: memoryview
+    checksum: int | None
+    """Of the bytes that the ranges name, if the source made one."""
 
 
 def control(**message: object) -> bytes:
@@ -44,9 +48,15 @@ def control(**message: object) -> bytes:
     return bytes((_CONTROL,)) + pb.Control(**message).SerializeToString()  # type: ignore[arg-type]
 
 
-def data_header(ranges: Sequence[Range]) -> bytes:
+def data_header(ranges: Sequence[Range], checksum: int | None) -> bytes:
     """What stands before the payload."""
-    return _HEAD.pack(_DATA, len(ranges)) + b"".join(_RANGE.pack(r.tensor, r.first, r.units) for r in ranges)
+    table = b"".join(_RANGE.pack(part.tensor, part.first, part.units) for part in ranges)
+    return _HEAD.pack(_DATA, checksum is not None, checksum or 0, len(ranges)) + table
+
+
+def is_data(frame: bytes) -> bool:
+    """True for a data frame, false for a Control message."""
+    return frame[:1] == bytes((_DATA,))
 
 
 def decode(kind: type[M], data: bytes) -> M:
@@ -57,8 +67,8 @@ def decode(kind: type[M], data: bytes) -> M:
         raise ProtocolError(f"{len(data)} bytes that are no {kind.DESCRIPTOR.name} message: {error}") from error
 
 
-def parse(frame: bytes) -> pb.Control | tuple[list[Range], memoryview]:
-    """A Control message, or the ranges and the payload of a data frame. Raises ProtocolError."""
+def parse(frame: bytes) -> pb.Control | Data:
+    """Raises ProtocolError."""
     if not frame:
         raise ProtocolError("an empty frame on a Transfer stream")
     if frame[0] == _CONTROL:
@@ -66,13 +76,15 @@ def parse(frame: bytes) -> pb.Control | tuple[list[Range], memoryview]:
     if frame[0] != _DATA:
         raise ProtocolError(f"a frame of unknown kind {frame[0]}")
     try:
-        _, count = _HEAD.unpack_from(frame)
+        _, flags, checksum, count = _HEAD.unpack_from(frame)
+        if flags > 1:
+            raise ProtocolError(f"a data frame with unknown flags {flags}")
         if count > MAX_RANGES:
             raise ProtocolError(f"a data frame of {count} ranges; the limit is {MAX_RANGES}")
         ranges = [Range(*_RANGE.unpack_from(frame, _HEAD.size + i * _RANGE.size)) for i in range(count)]
     except struct.error as error:
         raise ProtocolError(f"a data frame of {len(frame)} bytes is too short for its table") from error
-    return ranges, memoryview(frame)[_HEAD.size + count * _RANGE.size :]
+    return Data(ranges, memoryview(frame)[_HEAD.size + count * _RANGE.size :], checksum if flags else None)
 
 
 def handoff_to_pb(handoff: Handoff) -> pb.Handoff:

@@ -16,8 +16,8 @@ import xxhash
 from slipstream.sharding import Geometry, Shard
 from slipstream.types import AttentionLayer, LayerSpec
 
-PROTOCOL_VERSION = "1"
-MEMORY_ORDER = "kv[block,k|v,token,head,channel] conv[slot,q|k|v,column] recurrent[slot,value_head,key,value]"
+PROTOCOL_VERSION = "2"
+MEMORY_ORDER = "kv[block,head,k|v,token,channel] conv[slot,q|k|v,column] recurrent[slot,value_head,key,value]"
 
 Cut = tuple[tuple[int, int], ...]
 """(offset, bytes) of what is seen of one token's keys, the same again of its values, or of a state's slot."""
@@ -53,6 +53,15 @@ class TensorSpec:
     def units(self, num_tokens: int) -> int:
         """How much of it a prompt of `num_tokens` needs: rows, or bytes of state."""
         return num_tokens if self.kind is Kind.KV else self.unit_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Units [first, first + units) of a stream's tensor: token rows of a kv tensor, bytes of a state."""
+
+    tensor: int
+    first: int
+    units: int
 
 
 class Part(Protocol):

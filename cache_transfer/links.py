@@ -11,12 +11,15 @@ from contextlib import asynccontextmanager
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
 from cache_transfer import frames, plan
 from cache_transfer.frames import SERVICE
 from cache_transfer.layout import CacheLayout, differences
+from cache_transfer.paths import Paths, Way
 from slipstream.errors import IncompatibleError, TransferError
 from slipstream.rpc.channel import connect
+from slipstream.rpc.security import OPEN, Security
 from slipstream.sharding import Shard
 from slipstream.v1 import cache_store_pb2 as pb
 
@@ -31,9 +34,11 @@ class Link:
 
     def __init__(self, links: Links, address: str, epoch: int) -> None:
         self.key = address, epoch
-        self.channel = connect(address)
+        self.channel = connect(address, links.security)
         self.shard: Shard
         """Which rank it is, once it was greeted."""
+        self.way: Way
+        """How its memory is read, once it was greeted."""
         self.users = 0
         self.idle: asyncio.TimerHandle | None = None
         self._links = links
@@ -49,11 +54,13 @@ class Link:
 class Links:
     """One per loader."""
 
-    def __init__(self, hello: pb.HelloRequest, layout: CacheLayout, *, connect_seconds: float,
-                 idle_seconds: float = IDLE_SECONDS, max_idle: int = MAX_IDLE) -> None:
+    def __init__(self, hello: pb.HelloRequest, layout: CacheLayout, paths: Paths, *, connect_seconds: float,
+                 idle_seconds: float = IDLE_SECONDS, max_idle: int = MAX_IDLE, security: Security = OPEN) -> None:
         """`hello`: our side's. `max_idle`: links that nobody uses; one more closes the one that has been idle longest."""
-        self._hello = hello.SerializeToString()
+        self._hello = hello
         self._layout = layout
+        self._paths = paths
+        self.security = security
         self._connect_seconds = connect_seconds
         self._idle_seconds = idle_seconds
         self._max_idle = max_idle
@@ -138,12 +145,12 @@ class Links:
     async def _greet(self, link: Link) -> None:
         address, epoch = link.key
         try:
-            call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = link.channel.unary_unary(f"/{SERVICE}/Hello")
-            answer = await call(self._hello, timeout=self._connect_seconds, wait_for_ready=True)
+            hello = pb.HelloRequest(channels=self._paths.addresses())
+            hello.MergeFrom(self._hello)
+            reply = frames.decode(pb.HelloReply, await self._ask(link, "Hello", hello))
         except grpc.aio.AioRpcError as error:
             raise TransferError(f"no Hello from the cache store at {address} within {self._connect_seconds} s: "
                                 f"{error.code().name} {error.details()}") from error
-        reply = frames.decode(pb.HelloReply, answer)
         if reply.epoch != epoch:
             raise TransferError(f"{address} is {reply.replica_id} of epoch {reply.epoch}, not {epoch}: it has restarted")
         differ = differences(self._layout.fields(), dict(reply.layout.fields))
@@ -151,3 +158,15 @@ class Links:
             raise IncompatibleError(f"{reply.replica_id} at {address} keeps its cache another way: {differ or reply.reason}")
         link.shard = Shard(geometry=frames.geometry_from_pb(reply, len(self._layout.layers)), rank=reply.rank)
         plan.check(self._layout, link.shard)
+
+        async def probe(request: pb.ProbeRequest) -> pb.ProbeReply:
+            try:
+                return frames.decode(pb.ProbeReply, await self._ask(link, "Probe", request))
+            except grpc.aio.AioRpcError as error:
+                return pb.ProbeReply(failure=f"{error.code().name} {error.details()}")
+
+        link.way = await self._paths.choose(dict(reply.channels), f"{reply.replica_id} at {address}", probe)
+
+    async def _ask(self, link: Link, method: str, message: Message) -> bytes:
+        call: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = link.channel.unary_unary(f"/{SERVICE}/{method}")
+        return await call(message.SerializeToString(), timeout=self._connect_seconds, wait_for_ready=True)

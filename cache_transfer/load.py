@@ -2,13 +2,12 @@
 nothing is missing. Knows no scheduler.
 
 When `CacheLoader.load` has ended, however it ended, nothing writes into the landing any more: bytes are landed between two
-awaits of tasks that are done or cancelled by then, so there is no other writer to wait for.
+awaits of tasks that are done by then, and a source that writes by itself has said that it has stopped, or is fenced off.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,12 +15,14 @@ from dataclasses import dataclass, replace
 import grpc
 import grpc.aio
 
-from cache_transfer import frames, plan
-from cache_transfer.channels.base import Channel
+from cache_transfer import frames, invitation, plan, spans
 from cache_transfer.coverage import Coverage
 from cache_transfer.handoff import Handoff
-from cache_transfer.links import IDLE_SECONDS, Call, Links
-from cache_transfer.memory import CacheMemory, Landing
+from cache_transfer.leg import Leg, is_cancelled, quiet
+from cache_transfer.links import IDLE_SECONDS, Links
+from cache_transfer.memory import CacheMemory
+from cache_transfer.paths import Paths
+from cache_transfer.regions import Landing
 from slipstream.config import TransferConfig
 from slipstream.errors import (
     BusyError,
@@ -34,13 +35,9 @@ from slipstream.errors import (
     TransferError,
     by_code,
 )
+from slipstream.rpc.security import OPEN, Security
 from slipstream.sharding import Shard
 from slipstream.v1 import cache_store_pb2 as pb
-
-logger = logging.getLogger(__name__)
-
-_HEARD_SECONDS = 1.0
-"""Longest wait for a source to have heard our last word."""
 
 _LATE = "the deadline passed while the prompt's state was on its way"
 
@@ -68,7 +65,7 @@ class Loaded:
     state_bytes: int
     seconds: float
     """From Begin to the last verified byte."""
-    calls: tuple[Call, ...]
+    legs: tuple[Leg, ...]
 
     @property
     def handoff(self) -> Handoff:
@@ -78,7 +75,7 @@ class Loaded:
 
     async def close(self, *, committed: bool) -> None:
         """Tell the source that its copy may go. Never raises: a source that died needs no telling."""
-        await asyncio.gather(*(_part(call, frames.control(done=pb.Done(committed=committed))) for call in self.calls))
+        await asyncio.gather(*(leg.part(frames.control(done=pb.Done(committed=committed))) for leg in self.legs))
 
 
 class _Arrival:
@@ -88,7 +85,7 @@ class _Arrival:
         self.began = 0.0
         self.num_tokens = 0
         self.streams: list[asyncio.Task[Loaded]] = []
-        self.calls: list[Call] = []
+        self.legs: list[Leg] = []
         self._admit = admit
         self._landing: Landing | None = None
         self._decided = asyncio.Event()
@@ -114,21 +111,23 @@ class _Arrival:
 class CacheLoader:
     """One per rank."""
 
-    def __init__(self, memory: CacheMemory, channel: Channel, *, replica_id: str, epoch: int, rank: int,
-                 config: TransferConfig, idle_seconds: float = IDLE_SECONDS) -> None:
+    def __init__(self, memory: CacheMemory, paths: Paths, *, replica_id: str, epoch: int, rank: int,
+                 config: TransferConfig, idle_seconds: float = IDLE_SECONDS, security: Security = OPEN) -> None:
         """`idle_seconds`: after so long without use a connection to a source is closed."""
         assert rank == memory.shard.rank
         self._memory = memory
-        self._path = channel
+        self._paths = paths
         self._geometry = frames.geometry_to_pb(memory.shard.geometry)
         layout = memory.layout
         hello = pb.HelloRequest(replica_id=replica_id, epoch=epoch, rank=rank, geometry=self._geometry,
                                 layout=pb.Layout(hash=layout.hash, fields=layout.fields()))
-        self._links = Links(hello, layout, connect_seconds=config.connect_seconds, idle_seconds=idle_seconds)
+        self._links = Links(hello, layout, paths, connect_seconds=config.connect_seconds, idle_seconds=idle_seconds,
+                            security=security)
 
     async def close(self) -> None:
-        """Close every connection; loads that still run fail."""
+        """Close every connection, and this rank's channels; loads that still run fail."""
         await self._links.close()
+        await self._paths.close()
 
     async def load(self, addresses: Sequence[str], *, transfer_id: str, attempt: int, source_epoch: int, request_id: str,
                    remaining_seconds: float, admit: Admit) -> Loaded:
@@ -156,15 +155,16 @@ class CacheLoader:
             parts = [stream.result() for stream in done if not stream.cancelled()]
             loaded = Loaded(handed=next((part.handed for part in parts if part.handed), None),
                             kv_bytes=sum(part.kv_bytes for part in parts), state_bytes=sum(part.state_bytes for part in parts),
-                            seconds=max(part.seconds for part in parts), calls=tuple(arrival.calls))
+                            seconds=max(part.seconds for part in parts), legs=tuple(arrival.legs))
             return loaded
         except TimeoutError as error:
             raise DeadlineError(_LATE) from error
         finally:
             if loaded is None:
                 arrival.stop()
-                for call in arrival.calls:
-                    call.cancel()
+                await quiet(arrival.legs, arrival.streams, request_id)
+                for leg in arrival.legs:
+                    leg.cancel()
 
     async def _source(self, addresses: Sequence[str], epoch: int) -> Shard:
         """The source's rank 0. Raises IncompatibleError unless the addresses are those of all of its ranks."""
@@ -184,55 +184,62 @@ class CacheLoader:
                     raise IncompatibleError(f"at {address} is rank {link.shard.rank} of {link.shard.geometry}, not rank "
                                             f"{source.rank} of {source.geometry}")
                 left = max(0.001, deadline - asyncio.get_running_loop().time())
-                call = link.transfer(left)
-                arrival.calls.append(call)
-                opening = pb.Open(remaining_ms=max(1, int(left * 1000)))
+                leg = Leg(link, left)
+                arrival.legs.append(leg)
+                opening = pb.Open(remaining_ms=max(1, int(left * 1000)), channel=leg.way.channel.name,
+                                  address=leg.address)
                 opening.MergeFrom(opened)
-                await call.write(frames.control(open=opening))
+                await leg.write(frames.control(open=opening))
                 memory = self._memory.narrowed([(copy.spec, copy.at_destination) for copy in copies])
-                return await self._receive(call, memory, arrival, decides=decides,
+                return await self._receive(leg, memory, arrival, decides=decides,
                                            leads=source.rank == self._memory.shard.rank == 0)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise DeadlineError(_LATE) from error
             raise TransferError(f"the Transfer from {address} broke: {error.code().name} {error.details()}") from error
         except asyncio.CancelledError:
-            if _is_cancelled():
+            if is_cancelled():
                 raise
             raise TransferError(f"the source at {address} cut the Transfer off") from None
 
-    async def _receive(self, call: Call, memory: CacheMemory, arrival: _Arrival, *, decides: bool, leads: bool) -> Loaded:
-        num_tokens = (await self._expect(call, "begin")).begin.num_tokens
+    async def _receive(self, leg: Leg, memory: CacheMemory, arrival: _Arrival, *, decides: bool, leads: bool) -> Loaded:
+        num_tokens = (await self._expect(leg, "begin")).begin.num_tokens
         try:
             landing = await arrival.place(num_tokens, decides=decides)
             if landing is None:
-                await _part(call, frames.control(busy=pb.Busy(reason="no memory for the prompt and its output")))
+                await leg.part(frames.control(busy=pb.Busy(reason="no memory for the prompt and its output")))
                 raise BusyError("the decode replica has no memory for this request now", retry_after_seconds=0.1)
             coverage = Coverage(memory, num_tokens, landing.have_tokens)
-            await call.write(frames.control(ready=pb.Ready(have_tokens=landing.have_tokens)))
-            handoff = await self._land(call, memory, landing, coverage, leads=leads)
+            leg.invited = leg.way.channel.direct
+            where = invitation.to_pb(memory.regions, landing) if leg.invited else None
+            await leg.write(frames.control(ready=pb.Ready(have_tokens=landing.have_tokens, invitation=where)))
+            handoff = await self._land(leg, memory, landing, coverage, leads=leads)
             return Loaded(handed=handoff, kv_bytes=coverage.kv_bytes, state_bytes=coverage.state_bytes,
-                          seconds=time.monotonic() - arrival.began, calls=(call,))
+                          seconds=time.monotonic() - arrival.began, legs=(leg,))
         except (grpc.aio.AioRpcError, BusyError):
             raise
         except Exception as error:
             arrival.stop()
             told = error if isinstance(error, SlipstreamError) else InternalError(f"the destination failed: {error!r}")
-            await _part(call, frames.control(failed=pb.Failed(code=told.code, message=told.message)))
+            await leg.part(frames.control(failed=pb.Failed(code=told.code, message=told.message)))
             raise
 
-    async def _land(self, call: Call, memory: CacheMemory, landing: Landing, coverage: Coverage, *,
+    async def _land(self, leg: Leg, memory: CacheMemory, landing: Landing, coverage: Coverage, *,
                     leads: bool) -> Handoff | None:
         """Until a stream's part is here and verified; the Handoff of the one that leads."""
         handoff: Handoff | None = None
         while True:
-            frame = frames.parse(await _read(call))
-            if isinstance(frame, tuple):
-                ranges, payload = frame
-                coverage.check(ranges)
-                self._path.land(memory, landing, ranges, payload)
-                coverage.add(ranges, memory, landing)
+            frame = frames.parse(await leg.read())
+            if isinstance(frame, frames.Data):
+                coverage.check(frame.ranges)
+                target = memory.spans(landing, frame.ranges)
+                leg.way.channel.land(leg.way.peer, frame.payload, target)
+                if frame.checksum is not None and frame.checksum != spans.checksum(target):
+                    raise CoverageError(f"{memory.named(frame.ranges)}: the checksum of the bytes that arrived is not that of "
+                                        "those that were sent")
+                coverage.add(frame.ranges)
                 continue
+            leg.over |= frame.WhichOneof("message") in ("failed", "sent")
             match frame.WhichOneof("message"):
                 case "handoff" if handoff is None and leads:
                     handoff = frames.handoff_from_pb(frame.handoff)
@@ -242,14 +249,14 @@ class CacheLoader:
                     if leads:
                         _check(handoff, coverage.num_tokens)
                     if handoff is None or not handoff.finished:  # a finished prompt's bytes are not needed, nor all sent
-                        coverage.verify(frame.sent.kv_bytes, frame.sent.state_bytes, frame.sent.digest)
+                        coverage.verify(frame.sent.kv_bytes, frame.sent.state_bytes)
                     return handoff
                 case other:
                     raise ProtocolError(f"{other} in the middle of a transfer")
 
-    async def _expect(self, call: Call, kind: str) -> pb.Control:
-        frame = frames.parse(await _read(call))
-        if isinstance(frame, tuple):
+    async def _expect(self, leg: Leg, kind: str) -> pb.Control:
+        frame = frames.parse(await leg.read())
+        if isinstance(frame, frames.Data):
             raise ProtocolError(f"data before {kind}")
         if frame.WhichOneof("message") == "failed":
             raise by_code(frame.failed.code, frame.failed.message)
@@ -264,34 +271,3 @@ def _check(handoff: Handoff | None, num_tokens: int) -> None:
     if handoff.prompt_tokens != num_tokens or handoff.state_token_count != num_tokens:
         raise CoverageError(f"the Handoff is for {handoff.prompt_tokens} tokens with a state after "
                             f"{handoff.state_token_count}; the prompt has {num_tokens}")
-
-
-async def _read(call: Call) -> bytes:
-    frame = await call.read()
-    if not isinstance(frame, bytes):  # grpc's EOF marker
-        raise TransferError("the source ended the Transfer before it was complete")
-    return frame
-
-
-async def _part(call: Call, last_word: bytes) -> None:
-    """Say a last word, and wait a moment for the source to end the stream: a cancel on its heels could overtake the word.
-
-    Never raises: a source that has left needs no telling.
-    """
-    try:
-        async with asyncio.timeout(_HEARD_SECONDS):
-            await call.write(last_word)
-            await call.done_writing()
-            while isinstance(await call.read(), bytes):
-                pass
-    except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError) as error:
-        logger.info("the source left before it heard our last word: %r", error)
-    except asyncio.CancelledError:
-        if _is_cancelled():
-            raise
-
-
-def _is_cancelled() -> bool:
-    """True if somebody cancels this task: grpc raises CancelledError too when it was the peer who cancelled the stream."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

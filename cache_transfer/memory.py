@@ -1,52 +1,22 @@
-"""A rank's cache tensors as bytes: finds the pieces of a range, reads and writes them. Knows no owner and no stream.
+"""A rank's cache tensors as regions of memory. Knows no owner and no stream.
 
-Whoever calls must own the blocks and the slot that it names; nothing here can check that. What takes all of each row is pieces
-of the memory itself, whole blocks where it can; what takes only some heads is gathered and scattered by numpy.
+Whoever calls must own the blocks and the slot that it names; nothing here can check that.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-import numpy as np
-import numpy.typing as npt
-import torch
 from torch import Tensor
 
-from cache_transfer.frames import Range
-from cache_transfer.layout import CacheLayout, Cut, Kind, TensorSpec, whole
-from slipstream.errors import ConfigError, InternalError, ProtocolError
+from cache_transfer import regions, spans
+from cache_transfer.layout import CacheLayout, Cut, Kind, Range, TensorSpec, whole
+from cache_transfer.regions import Landing, Region
+from cache_transfer.spans import Spans
+from slipstream.errors import ConfigError, ProtocolError
 from slipstream.sharding import Shard
-
-_Rows = npt.NDArray[np.uint8]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Landing:
-    """Where one prompt lies on this rank."""
-
-    blocks: tuple[int, ...]
-    """Block table: token i is row i % block_size of blocks[i // block_size]."""
-    state_slot: int | None
-    have_tokens: int = 0
-    """Destination: rows [0, have_tokens), whole blocks, are here already. They are not sent, and never written."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Bound:
-    """A tensor's memory, and what is seen of it."""
-
-    spec: TensorSpec
-    memory: memoryview
-    slots: int
-    """Blocks of a kv tensor, slots of a state."""
-    size: int
-    """Bytes of one token's keys, or of a slot."""
-    cut: Cut
-    rows: _Rows
-    """A kv tensor as [block, k|v, row, byte of one token's keys]."""
 
 
 class CacheMemory:
@@ -59,77 +29,38 @@ class CacheMemory:
         self.shard = shard or whole(layout)
         self.block_size = layout.block_size
         self.tensors = layout.held(self.shard)
-        self._bound: list[_Bound] = []
-        for spec in self.tensors:
-            if spec.name not in tensors:
-                raise ConfigError(f"the cache has no tensor {spec.name}; it has {', '.join(sorted(tensors))}")
-            tensor = tensors[spec.name]
-            if tensor.device.type != "cpu":
-                raise ConfigError(f"{spec.name} is on {tensor.device}; this channel moves CPU memory only")
-            if not tensor.is_contiguous():
-                raise ConfigError(f"{spec.name} is a strided view; register the contiguous tensor")
-            view = memoryview(np.ascontiguousarray(tensor.view(torch.uint8).reshape(-1).numpy()).data)
-            unit = spec.unit_bytes * (layout.block_size if spec.kind is Kind.KV else 1)
-            if len(view) != unit * tensor.shape[0]:
-                raise ConfigError(f"{spec.name} has {len(view)} bytes; its layout says {tensor.shape[0]} times {unit}")
-            size = spec.unit_bytes // 2 if spec.kind is Kind.KV else spec.unit_bytes
-            rows = np.frombuffer(view, np.uint8).reshape((tensor.shape[0], -1, layout.block_size, size)
-                                                         if spec.kind is Kind.KV else -1)
-            self._bound.append(_Bound(spec=spec, memory=view, slots=tensor.shape[0], size=size, cut=((0, size),), rows=rows))
+        self._kept = {spec.name: _usable(spec, tensors) for spec in self.tensors}  # an address keeps nothing alive
+        self.regions = tuple(self._bound(spec, self._kept[spec.name]) for spec in self.tensors)
+
+    def _bound(self, spec: TensorSpec, tensor: Tensor) -> Region:
+        rows = self.block_size if spec.kind is Kind.KV else 1
+        size, slots = tensor.numel() * tensor.element_size(), tensor.shape[0]
+        if size != slots * spec.unit_bytes * rows:
+            raise ConfigError(f"{spec.name} has {size} bytes; its layout says {slots} times {spec.unit_bytes * rows}")
+        region = Region(name=spec.name, kind=spec.kind, base=tensor.data_ptr(), slots=slots,
+                        slot_bytes=spec.unit_bytes * rows, cut=((0, spec.unit_bytes * rows),))
+        return replace(region, rows=rows, row_bytes=spec.runs[0][1]) if spec.kind is Kind.KV else region
+
+    @property
+    def extent(self) -> Spans:
+        """All of it, for a channel that must register what it moves."""
+        return spans.of(*((region.base, region.slots * region.slot_bytes) for region in self.regions))
 
     def narrowed(self, carried: Sequence[tuple[TensorSpec, Cut]]) -> CacheMemory:
-        """The same memory, of which only these tensors, and of each only this cut, are seen."""
-        by_name = {bound.spec.name: bound for bound in self._bound}
+        """The same memory, of which only these tensors, and of each only this cut, are seen. A kv tensor's cut is of one
+        token's keys, and takes whole heads."""
+        by_name = {region.name: region for region in self.regions}
         seen = copy.copy(self)
         seen.tensors = tuple(spec for spec, _ in carried)
-        seen._bound = [replace(by_name[spec.name], spec=spec, cut=cut) for spec, cut in carried]
+        seen.regions = tuple(_narrowed(by_name[spec.name], cut) for spec, cut in carried)
         return seen
 
-    def pieces(self, where: Landing, part: Range) -> Iterator[memoryview]:
-        """The bytes of a range in payload order, to read; together `range_bytes(part)` long.
+    def spans(self, where: Landing, ranges: Sequence[Range]) -> Spans:
+        """Where the bytes of some ranges lie, in payload order.
 
         Raises ProtocolError for a range outside the prompt's memory, InternalError for a block outside the pool.
         """
-        for view in self._views(where, part):
-            yield view if isinstance(view, memoryview) else memoryview(view.tobytes())
-
-    def land(self, where: Landing, part: Range, payload: memoryview) -> None:
-        """Write a range's payload. Raises ProtocolError where it does not fit."""
-        offset = 0
-        for view in self._views(where, part):
-            if isinstance(view, memoryview):
-                view[:] = payload[offset : offset + len(view)]
-                offset += len(view)
-            else:
-                view[...] = np.frombuffer(payload, np.uint8, view.size, offset).reshape(view.shape)
-                offset += view.size
-
-    def _views(self, where: Landing, part: Range) -> Iterator[memoryview | _Rows]:
-        """Where a range lies, in payload order: in contiguous pieces, or block by block as [k|v, row, byte] of some heads."""
-        bound = self._bound[part.tensor]
-        spec, memory = bound.spec, bound.memory
-        if spec.kind is not Kind.KV:
-            yield from _of_state(bound, where, part)
-            return
-        size, row, ((at, width),) = self.block_size, bound.size, bound.cut
-        position, end = part.first, part.first + part.units
-        if end > len(where.blocks) * size:
-            raise ProtocolError(f"{spec.name}: rows up to {end} of {len(where.blocks)} blocks of {size}")
-        while position < end:
-            offset = position % size
-            rows = min(size - offset, end - position)
-            block = where.blocks[position // size]
-            if not 0 <= block < bound.slots:
-                raise InternalError(f"{spec.name}: block {block} of a pool of {bound.slots}")
-            keys = block * 2 * size * row + offset * row
-            if width < row:
-                yield bound.rows[block, :, offset : offset + rows, at : at + width]
-            elif rows == size:
-                yield memory[keys : keys + 2 * size * row]
-            else:
-                yield memory[keys : keys + rows * row]
-                yield memory[keys + size * row : keys + (size + rows) * row]
-            position += rows
+        return regions.of_ranges(self.regions, where, ranges)
 
     def range_bytes(self, part: Range) -> int:
         """Payload bytes of a range. Raises ProtocolError for an unknown tensor."""
@@ -138,21 +69,27 @@ class CacheMemory:
         spec = self.tensors[part.tensor]
         return part.units * spec.unit_bytes if spec.kind is Kind.KV else part.units
 
+    def named(self, ranges: Sequence[Range]) -> str:
+        """For a message."""
+        return ", ".join(f"{self.tensors[part.tensor].name} {part.first} to {part.first + part.units}" for part in ranges)
 
-def _of_state(bound: _Bound, where: Landing, part: Range) -> Iterator[memoryview]:
-    """Bytes of a state, counted over its cut."""
-    spec, slot = bound.spec, where.state_slot
-    if slot is None or not 0 <= slot < bound.slots:
-        raise ProtocolError(f"{spec.name}: no state slot {slot}")
-    if part.first + part.units > spec.unit_bytes:
-        raise ProtocolError(f"{spec.name}: bytes {part.first}+{part.units} of {spec.unit_bytes}")
-    skip, left = part.first, part.units
-    for at, length in bound.cut:
-        taken = max(0, min(length - skip, left))
-        start = slot * bound.size + at + skip
-        if taken:
-            yield bound.memory[start : start + taken]
-        skip, left = max(0, skip - length), left - taken
+
+def _usable(spec: TensorSpec, tensors: Mapping[str, Tensor]) -> Tensor:
+    if spec.name not in tensors:
+        raise ConfigError(f"the cache has no tensor {spec.name}; it has {', '.join(sorted(tensors))}")
+    tensor = tensors[spec.name]
+    if tensor.device.type != "cpu":
+        raise ConfigError(f"{spec.name} is on {tensor.device}; this channel moves CPU memory only")
+    if not tensor.is_contiguous():
+        raise ConfigError(f"{spec.name} is a strided view; register the contiguous tensor")
+    return tensor
+
+
+def _narrowed(region: Region, cut: Cut) -> Region:
+    if region.kind is not Kind.KV:
+        return replace(region, cut=cut)
+    (at, width), = cut
+    return replace(region, cut=((at * 2 * region.rows, width * 2 * region.rows),))
 
 
 def tune_allocator() -> None:

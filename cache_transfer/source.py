@@ -16,10 +16,13 @@ import grpc
 import grpc.aio
 
 from cache_transfer import frames, plan
-from cache_transfer.channels.base import Channel
+from cache_transfer.channels.base import LostError, UnsettledError
 from cache_transfer.handoff import Handoff
-from cache_transfer.memory import CacheMemory, Landing
-from cache_transfer.stream import LOST, LeftError, Prompt, Read, Stream, Write
+from cache_transfer.memory import CacheMemory
+from cache_transfer.paths import Paths
+from cache_transfer.regions import Landing
+from cache_transfer.stream import LOST, Prompt, Read, Stream, Write
+from slipstream.config import TransferConfig
 from slipstream.errors import (
     DeadlineError,
     IncompatibleError,
@@ -60,17 +63,16 @@ class SourceTransfer:
     An attempt is the streams of one destination, one from each of its ranks that reads from this rank; they end together.
     """
 
-    def __init__(self, transfer_id: str, request_id: str, num_tokens: int, memory: CacheMemory, channel: Channel,
-                 listener: TransferListener, *, lease_seconds: float, frame_bytes: int,
-                 on_end: Callable[[SourceTransfer], None]) -> None:
+    def __init__(self, transfer_id: str, request_id: str, num_tokens: int, memory: CacheMemory, paths: Paths,
+                 listener: TransferListener, *, config: TransferConfig, on_end: Callable[[SourceTransfer], None]
+                 ) -> None:
         self.transfer_id = transfer_id
         self.request_id = request_id
         self.attempt = -1
         self._memory = memory
-        self._path = channel
+        self._paths = paths
         self._listener = listener
-        self._lease_seconds = lease_seconds
-        self._frame_bytes = frame_bytes
+        self._config = config
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         self._prompt = Prompt(num_tokens)
@@ -148,7 +150,7 @@ class SourceTransfer:
         """Hold the transfer for one destination rank until all of them are done, or one is busy or lost, or a higher attempt
         supersedes them. `opened` names a rank that passed `plan.check`."""
         stream = self._join(opened, read, write)
-        reason = LOST
+        reason, unsettled = LOST, False
         try:
             async with asyncio.timeout(opened.remaining_ms / 1000):
                 await stream.converse()
@@ -156,9 +158,10 @@ class SourceTransfer:
             await self._give_up(stream, DeadlineError("the deadline passed while the destination held the transfer"), write)
         except SlipstreamError as error:
             await self._give_up(stream, error, write)
-        except (LeftError, grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
-            if isinstance(error, LeftError):
+        except (LostError, grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
+            if isinstance(error, LostError):
                 reason = str(error)
+            unsettled = isinstance(error, UnsettledError)
         except asyncio.CancelledError:
             if self._holds(stream) and not self._over:
                 raise  # by the gRPC server: the stream broke
@@ -168,6 +171,8 @@ class SourceTransfer:
         finally:
             if self._holds(stream) and not self._over:
                 self._settle(stream, reason)
+        if unsettled:
+            raise UnsettledError(reason)
 
     def _join(self, opened: pb.Open, read: Read, write: Write) -> Stream:
         """Take a destination rank into its attempt. Raises what makes that impossible."""
@@ -190,8 +195,9 @@ class SourceTransfer:
             raise ProtocolError(f"attempt {self.attempt} at transfer {self.transfer_id} comes from {self._to}, and from "
                                 f"{to.geometry}")
         stream = self._streams[to.rank] = Stream(
-            self._prompt, self._memory.narrowed([(copy.spec, copy.at_source) for copy in copies]), self._path,
-            leads=here.rank == to.rank == 0, frame_bytes=self._frame_bytes, read=read, write=write, on_ready=self._is_ready)
+            self._prompt, self._memory.narrowed([(copy.spec, copy.at_source) for copy in copies]),
+            self._paths.way(opened.channel, opened.address), leads=here.rank == to.rank == 0, checksum=self._config.checksum,
+            stall_seconds=self._config.stall_seconds, read=read, write=write, on_ready=self._is_ready)
         if to.rank == 0:
             self._end_lease()
         return stream
@@ -240,14 +246,14 @@ class SourceTransfer:
         """It runs while the destination's rank 0 is not here, and only on the rank 0 of this side: its word ends all ranks."""
         self._end_lease()
         if self._memory.shard.rank == 0:
-            self._lease = self._loop.call_later(self._lease_seconds, self._lease_over)
+            self._lease = self._loop.call_later(self._config.lease_seconds, self._lease_over)
 
     def _end_lease(self) -> None:
         if self._lease is not None:
             self._lease.cancel()
 
     def _lease_over(self) -> None:
-        self.fail(LeaseExpiredError(f"no decode replica took the prompt within {self._lease_seconds} s",
+        self.fail(LeaseExpiredError(f"no decode replica took the prompt within {self._config.lease_seconds} s",
                                     retry_after_seconds=1.0))
 
     def _finish(self, *, committed: bool) -> None:

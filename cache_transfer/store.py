@@ -15,10 +15,11 @@ import grpc
 import grpc.aio
 
 from cache_transfer import frames, plan
-from cache_transfer.channels.base import Channel
+from cache_transfer.channels.base import UnsettledError
 from cache_transfer.frames import SERVICE
 from cache_transfer.layout import differences
 from cache_transfer.memory import CacheMemory
+from cache_transfer.paths import Paths
 from cache_transfer.source import SourceTransfer, TransferListener
 from slipstream.config import TransferConfig
 from slipstream.errors import IncompatibleError, InvalidRequestError, ProtocolError, SlipstreamError, TransferError
@@ -36,11 +37,11 @@ Context = grpc.aio.ServicerContext[bytes, bytes]
 class CacheStore:
     """One per rank."""
 
-    def __init__(self, memory: CacheMemory, channel: Channel, *, replica_id: str, epoch: int, rank: int,
+    def __init__(self, memory: CacheMemory, paths: Paths, *, replica_id: str, epoch: int, rank: int,
                  config: TransferConfig) -> None:
         assert rank == memory.shard.rank
         self._memory = memory
-        self._path = channel
+        self._paths = paths
         self._replica_id = replica_id
         self._epoch = epoch
         self._config = config
@@ -51,9 +52,10 @@ class CacheStore:
     def add_to(self, server: grpc.aio.Server) -> None:
         """Register the service with raw bytes: no serializer copies a payload, and rubbish is answered here, not by gRPC."""
         hello: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_unary_rpc_method_handler(self._hello)
+        probe: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_unary_rpc_method_handler(self._answer_probe)
         transfer: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(self._transfer)
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Hello": hello,
-                                                                                        "Transfer": transfer}),))
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(
+            SERVICE, {"Hello": hello, "Probe": probe, "Transfer": transfer}),))
 
     def expect(self, transfer_id: str, request: RequestId, num_tokens: int, listener: TransferListener) -> SourceTransfer:
         """Announce a prompt that will be computed. Raises InvalidRequestError if the id is in use, or why it was refused."""
@@ -61,9 +63,8 @@ class CacheStore:
             raise InvalidRequestError(f"transfer id {transfer_id} is in use; every request needs its own", field="transfer_id")
         if transfer_id in self._tombstones:
             raise self._tombstones[transfer_id]
-        transfer = SourceTransfer(transfer_id, request.name, num_tokens, self._memory, self._path, listener,
-                                  lease_seconds=self._config.lease_seconds, frame_bytes=self._config.frame_bytes,
-                                  on_end=self._forget)
+        transfer = SourceTransfer(transfer_id, request.name, num_tokens, self._memory, self._paths, listener,
+                                  config=self._config, on_end=self._forget)
         self._transfers[transfer_id] = transfer
         self._notify()
         return transfer
@@ -111,7 +112,15 @@ class CacheStore:
             logger.warning("%s keeps its cache another way: %s", request.replica_id, differ)
         return pb.HelloReply(replica_id=self._replica_id, epoch=self._epoch, rank=shard.rank, compatible=not differ,
                              reason=differ, layout=pb.Layout(hash=layout.hash, fields=layout.fields()),
-                             geometry=frames.geometry_to_pb(shard.geometry)).SerializeToString()
+                             geometry=frames.geometry_to_pb(shard.geometry),
+                             channels=self._paths.addresses()).SerializeToString()
+
+    async def _answer_probe(self, message: bytes, context: Context) -> bytes:
+        try:
+            request = frames.decode(pb.ProbeRequest, message)
+        except ProtocolError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
+        return (await self._paths.answer(request)).SerializeToString()
 
     def _misfit(self, message: pb.HelloRequest | pb.Open) -> str:
         """Why our layout can have no such destination rank; empty if it can."""
@@ -136,9 +145,11 @@ class CacheStore:
             await context.write(frames.control(failed=pb.Failed(code=error.code, message=error.message)))
             return
         try:
-            await transfer.serve(opened.open, read, context.write)
+            await transfer.serve(opened.open, read, self._paths.writer(context.write))
         except SlipstreamError as error:
             await context.write(frames.control(failed=pb.Failed(code=error.code, message=error.message)))
+        except UnsettledError as error:  # the end of a stream says that nothing is written any more; this one must not say so
+            await context.abort(grpc.StatusCode.ABORTED, str(error))
 
     async def _find(self, opened: pb.Open) -> SourceTransfer:
         """The transfer that Open names. Raises what makes it impossible."""

@@ -8,13 +8,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from cache_transfer import frames
-from cache_transfer.channels.base import Channel
+from cache_transfer import frames, invitation, spans
+from cache_transfer.channels.base import LostError
 from cache_transfer.coverage import Coverage
-from cache_transfer.frames import Range
 from cache_transfer.handoff import Handoff
-from cache_transfer.layout import Kind, TensorSpec
-from cache_transfer.memory import CacheMemory, Landing
+from cache_transfer.invitation import Invitation
+from cache_transfer.layout import Kind, Range, TensorSpec
+from cache_transfer.memory import CacheMemory
+from cache_transfer.paths import Way
+from cache_transfer.regions import Landing
 from slipstream.errors import ProtocolError, SlipstreamError, by_code
 from slipstream.v1 import cache_store_pb2 as pb
 
@@ -25,10 +27,6 @@ Read = Callable[[], Awaitable[bytes | None]]
 """The next frame; None: the destination has nothing more to say."""
 Reader = asyncio.Task[pb.Control | None]
 """Waits for the destination's next word."""
-
-
-class LeftError(Exception):
-    """The destination ended its side before the transfer was complete; the text is for `parked`."""
 
 
 class Prompt:
@@ -74,9 +72,10 @@ class Prompt:
 class Stream:
     """Made in the task that serves it."""
 
-    def __init__(self, prompt: Prompt, memory: CacheMemory, channel: Channel, *, leads: bool, frame_bytes: int,
+    def __init__(self, prompt: Prompt, memory: CacheMemory, way: Way, *, leads: bool, checksum: bool, stall_seconds: float,
                  read: Read, write: Write, on_ready: Callable[[], None]) -> None:
-        """`memory`: narrowed to what this stream carries. `leads`: it joins the ranks 0, so it carries the Handoff."""
+        """`memory`: narrowed to what this stream carries. `leads`: it joins the ranks 0, so it carries the Handoff.
+        `stall_seconds`: longest wait for the destination to take one frame."""
         task = asyncio.current_task()
         assert task is not None
         self.task: asyncio.Task[None] = task
@@ -87,15 +86,17 @@ class Stream:
         """What the destination said with Done."""
         self._prompt = prompt
         self._memory = memory
-        self._path = channel
+        self._way = way
         self._leads = leads
-        self._frame_bytes = frame_bytes
+        self._checksum = checksum
+        self._stall_seconds = stall_seconds
+        self._invited: Invitation | None = None
         self._read = read
         self._write = write
         self._on_ready = on_ready
 
     async def converse(self) -> None:
-        """Until the destination has said Done. Raises LeftError, or what ended the prompt or the conversation instead."""
+        """Until the destination has said Done. Raises LostError, or what ended the prompt or the conversation instead."""
         prompt = self._prompt
         reader = self._listen()
         try:
@@ -105,11 +106,11 @@ class Stream:
                                                             num_layers=len(self._memory.layout.layers))))
             answer = await self._answer(reader)
             kind = answer.WhichOneof("message")
-            if kind == "busy":
-                raise LeftError(f"the destination is busy: {answer.busy.reason}")
             if kind != "ready":
                 raise ProtocolError(f"{kind} instead of Ready or Busy")
             coverage = Coverage(self._memory, prompt.num_tokens, answer.ready.have_tokens)
+            if self._way.channel.direct:
+                self._invited = invitation.from_pb(answer.ready.invitation, self._memory.regions)
             self.ready = True
             self._on_ready()
             reader = self._listen()
@@ -130,23 +131,34 @@ class Stream:
             if complete and (coverage.complete or (handoff is not None and handoff.finished)):
                 if handoff is not None:
                     await self._write(frames.control(handoff=frames.handoff_to_pb(handoff)))
-                await self._write(frames.control(sent=pb.Sent(kv_bytes=coverage.kv_bytes, state_bytes=coverage.state_bytes,
-                                                              digest=coverage.digest())))
+                await self._write(frames.control(sent=pb.Sent(kv_bytes=coverage.kv_bytes, state_bytes=coverage.state_bytes)))
                 return
             ranges = self._next(coverage)
             if not ranges:
                 await self._until(lambda seen=complete: bool(self._next(coverage)) or prompt.complete is not seen, reader)  # type: ignore[misc]
                 continue
             prompt.raise_if_failed()
-            assert prompt.where is not None
-            coverage.add(ranges, self._memory, prompt.where)
-            await self._write(self._path.pack(self._memory, prompt.where, ranges))
+            coverage.add(ranges)
+            await self._send(ranges)
             prompt.raise_if_failed()
+
+    async def _send(self, ranges: list[Range]) -> None:
+        assert self._prompt.where is not None
+        source = self._memory.spans(self._prompt.where, ranges)
+        target = spans.EMPTY if self._invited is None else self._invited.spans(ranges)
+        header = frames.data_header(ranges, spans.checksum(source) if self._checksum else None)
+        payload = await self._way.channel.send(self._way.peer, source, target)
+        frame = b"".join((header, *payload))
+        try:
+            async with asyncio.timeout(self._stall_seconds):
+                await self._write(frame)
+        except TimeoutError as error:
+            raise LostError(f"the destination took nothing for {self._stall_seconds} s") from error
 
     def _next(self, coverage: Coverage) -> list[Range]:
         """The next frame's ranges: final units that were not sent, whole blocks while the prompt still grows."""
         ranges: list[Range] = []
-        room = self._frame_bytes
+        room = self._way.channel.frame_bytes
         for number, spec in enumerate(self._memory.tensors):
             final, sent = self._prompt.final(spec), coverage.done[number]
             if spec.kind is Kind.KV:
@@ -181,7 +193,7 @@ class Stream:
                 raise ProtocolError(f"{_word(reader).WhichOneof('message')} in the middle of a transfer")
 
     async def _answer(self, reader: Reader) -> pb.Control:
-        """The destination's next word. Raises LeftError, or the transfer's failure if that comes first."""
+        """The destination's next word. Raises LostError, or the transfer's failure if that comes first."""
         while not reader.done():
             self._prompt.raise_if_failed()
             self.changed.clear()
@@ -202,16 +214,18 @@ async def _control(read: Read) -> pb.Control | None:
     if frame is None:
         return None
     parsed = frames.parse(frame)
-    if isinstance(parsed, tuple):
+    if isinstance(parsed, frames.Data):
         raise ProtocolError("data from the destination of a transfer")
     return parsed
 
 
 def _word(reader: Reader) -> pb.Control:
-    """What a reader that is done has read. Raises LeftError, or what the destination failed of."""
+    """What a reader that is done has read. Raises LostError, or what the destination failed of."""
     answer = reader.result()
     if answer is None:
-        raise LeftError(LOST)
+        raise LostError(LOST)
     if answer.WhichOneof("message") == "failed":
         raise by_code(answer.failed.code, answer.failed.message)
+    if answer.WhichOneof("message") == "busy":
+        raise LostError(f"the destination is busy: {answer.busy.reason}")
     return answer

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from cache_transfer.handoff import Handoff
 from cache_transfer.load import CacheLoader, Loaded
-from cache_transfer.memory import Landing
+from cache_transfer.regions import Landing
 from decode.admission import Admission, Busy, Need
 from slipstream.engine.engine import Engine, Reservation
 from slipstream.engine.sequence import Timing

@@ -132,12 +132,19 @@ def scale(
     replicas: Annotated[list[str], typer.Argument(metavar="POOL=N...", help="How many replicas pools are to have.")],
     url: Url = DEFAULT_URL,
     supervisor: Annotated[str, typer.Option(help="Address of the supervisor; not given: the router knows it.")] = "",
+    config: ConfigFile = None,
+    set_: Overrides = None,
 ) -> None:
     """Give pools of a running deployment other numbers of replicas, and wait for it.
 
     What comes has to serve before anything goes; what goes drains first. No request is lost.
+    Of the configuration only [security] is used: the supervisor's.
     """
     from launch import client, directory
+    from slipstream import config as config_module
+    from slipstream.rpc import security
+
+    trusted = security.load(config_module.load(config, set_ or []).security)
 
     wanted = {}
     for one in replicas:
@@ -148,7 +155,7 @@ def scale(
     address = supervisor or client.get(url, "/status").get("supervisor", "")
     if not address:
         raise ConfigError(f"the router at {url} has no supervisor: its workers were named with --worker")
-    for pool, now in sorted(directory.scale(address, wanted).items()):
+    for pool, now in sorted(directory.scale(address, wanted, trusted).items()):
         typer.echo(f"{pool} {now}")
 
 

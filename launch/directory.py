@@ -11,7 +11,8 @@ from typing import Any
 import grpc
 
 from slipstream.errors import LaunchError, SlipstreamError
-from slipstream.rpc.channel import OPTIONS
+from slipstream.rpc.channel import connect_blocking
+from slipstream.rpc.security import OPEN, Security
 from slipstream.types import Role
 from slipstream.v1 import directory_pb2 as pb
 from slipstream.v1 import directory_pb2_grpc, worker_pb2
@@ -89,15 +90,17 @@ class Directory(directory_pb2_grpc.DirectoryServicer):
         snapshot = pb.Snapshot()
         for one in self._endpoints.values():
             rows = snapshot.endpoints if one.address else snapshot.restarting
-            rows.add(replica_id=one.replica_id, role=_ROLES[one.role], address=one.address, epoch=one.epoch, problem=one.problem)
+            rows.add(replica_id=one.replica_id, role=_ROLES[one.role], address=one.address, epoch=one.epoch,
+                     problem=one.problem)
         return snapshot
 
 
-def scale(address: str, replicas: Mapping[str, int]) -> dict[str, int]:
+def scale(address: str, replicas: Mapping[str, int], security: Security = OPEN) -> dict[str, int]:
     """Ask the supervisor at `address`; the replicas of every pool, once it is done. Raises LaunchError with its refusal."""
-    with grpc.insecure_channel(address, options=OPTIONS) as channel:
+    with connect_blocking(address, security) as channel:
         try:
-            reply = directory_pb2_grpc.DirectoryStub(channel).Scale(pb.ScaleRequest(replicas=replicas), timeout=SCALE_SECONDS)
+            reply = directory_pb2_grpc.DirectoryStub(channel).Scale(pb.ScaleRequest(replicas=replicas), timeout=SCALE_SECONDS,
+                                                                    metadata=security.metadata)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.UNAVAILABLE:
                 raise LaunchError(f"the supervisor at {address}: {error.details()}") from error

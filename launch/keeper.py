@@ -21,6 +21,7 @@ from launch.takeover import Claim
 from slipstream.config import Config
 from slipstream.errors import LaunchError, SlipstreamError
 from slipstream.observability.supervisor_metrics import SupervisorMetrics
+from slipstream.rpc.security import Security
 from slipstream.rpc.server import split_address
 
 FIRST_BACKOFF_SECONDS = 0.5
@@ -45,6 +46,7 @@ class Deployment:
     log_dir: Path
     metrics: SupervisorMetrics
     directory: Directory
+    security: Security
     directory_address: str = ""
     claim: Claim | None = None
     epochs: dict[str, int] = field(default_factory=dict)
@@ -175,7 +177,8 @@ class Keeper:
         strikes, asked = 0, self.ready
         while True:
             pause = asyncio.create_task(asyncio.sleep(period))
-            finding = await probe.process(self.ready, period) if self.ready is not None else probe.Finding.FINE
+            ready = self.ready
+            finding = await probe.process(ready, period, shared.security) if ready is not None else probe.Finding.FINE
             await pause
             strikes = probe.count(strikes, finding) if self.ready is asked else 0
             asked = self.ready
@@ -193,7 +196,7 @@ class Keeper:
             return "a failed start"
 
         async def gone() -> bool:
-            return await probe.process(ready, placement.ANSWER_SECONDS) is not probe.Finding.FINE
+            return await probe.process(ready, placement.ANSWER_SECONDS, self._deployment.security) is not probe.Finding.FINE
 
         try:
             return await self.place.wait(gone)

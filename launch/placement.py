@@ -221,9 +221,10 @@ def check_installed(error: Exception) -> None:
     """Raise LaunchError if this error of an actor says that its node cannot import our packages."""
     if "failed to import on the worker" in str(error):
         where = re.search(r"ip=([^,)]+)", str(error))
-        raise LaunchError(f"node {where[1] if where else '?'} of the Ray cluster cannot import Slipstream: install this version on "
-                          "every node, or submit `serve` as a Ray job whose working_dir holds it (README, On a Ray cluster): "
-                          + str(error).strip().splitlines()[-1]) from error
+        node, why = where[1] if where else "?", str(error).strip().splitlines()[-1]
+        raise LaunchError(f"node {node} of the Ray cluster cannot import Slipstream: install this version on "
+                          "every node, or submit `serve` as a Ray job whose working_dir holds it (see the README): "
+                          f"{why}") from error
 
 
 def host_name(name: str, epoch: int, rank: int) -> str:

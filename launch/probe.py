@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-un
 from launch import client
 from slipstream.errors import SlipstreamError
 from slipstream.rpc.channel import connect
+from slipstream.rpc.security import OPEN, Security
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 
 STRIKES = 4
@@ -34,9 +35,9 @@ def count(strikes: int, finding: Finding) -> int:
     return strikes + finding.value if finding is not Finding.FINE else 0
 
 
-async def worker(address: str, timeout_seconds: float) -> Finding:
+async def worker(address: str, timeout_seconds: float, security: Security = OPEN) -> Finding:
     """Ask a worker's health service. One that is draining is fine."""
-    async with connect(address) as channel:
+    async with connect(address, security) as channel:
         try:
             said = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout_seconds)
             if said.status == health_pb2.HealthCheckResponse.SERVING:
@@ -56,8 +57,8 @@ async def router(http: str, timeout_seconds: float) -> Finding:
     return Finding.FINE
 
 
-async def process(ready: Mapping[str, Any], timeout_seconds: float) -> Finding:
+async def process(ready: Mapping[str, Any], timeout_seconds: float, security: Security = OPEN) -> Finding:
     """Ask whoever printed this ready line."""
     if "http" in ready:
         return await router(ready["http"], timeout_seconds)
-    return await worker(ready["address"], timeout_seconds)
+    return await worker(ready["address"], timeout_seconds, security)

@@ -39,16 +39,16 @@ def run(config: Config, console: Console, body: Body) -> int:
 
 
 def check_job(config: Config, stop_seconds: float | None) -> str:
-    """What is to be said about `serve` as a Ray job, which is killed so long after it was asked to stop (None: it is none); empty:
-    nothing. Raises ConfigError if it would start a Ray of its own inside the cluster."""
+    """What is to be said about `serve` as a Ray job, which is killed so long after it was asked to stop (None: it is none);
+    empty: nothing. Raises ConfigError if it would start a Ray of its own inside the cluster."""
     if stop_seconds is None:
         return ""
     if not config.ray.address:
         raise ConfigError('a Ray job runs in a cluster that is there: set ray.address to "auto"', field="ray.address")
     if stop_seconds >= (needed := config.router.drain_seconds + END_SECONDS):
         return ""
-    return (f"`ray job stop` kills this job after {stop_seconds:g} s, and what serves goes on; to drain may take {needed:g} s: set "
-            "RAY_JOB_STOP_WAIT_TIME_S in the env_vars of the job's runtime environment")
+    return (f"`ray job stop` kills this job after {stop_seconds:g} s, and what serves goes on; to drain may take {needed:g} s: "
+            "set RAY_JOB_STOP_WAIT_TIME_S in the env_vars of the job's runtime environment")
 
 
 async def until_stopped(urls: tuple[str, ...], stop: asyncio.Event) -> int:

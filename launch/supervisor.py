@@ -25,6 +25,7 @@ from slipstream import config as config_module
 from slipstream.config import Config
 from slipstream.errors import ConfigError, LaunchError, UnavailableError
 from slipstream.observability.supervisor_metrics import SupervisorMetrics
+from slipstream.rpc import security
 from slipstream.rpc.server import join_address, listen, new_server
 from slipstream.v1 import directory_pb2_grpc
 from worker.metrics import MetricsServer, metrics_target, reachable
@@ -43,6 +44,7 @@ class Supervisor:
                  on_lost: Callable[[], None] = lambda: None) -> None:
         """`on_ray` is called on the event loop once Ray has started, which takes signal handlers of its own; `on_lost` when
         another supervisor has taken the deployment over: `stop` leaves the processes to it then."""
+        trusted = security.load(config.security)
         self._on_ray, self._on_lost = on_ray, on_lost
         self._renewal: asyncio.Task[None] | None = None
         self._leave = False
@@ -67,6 +69,7 @@ class Supervisor:
         log_dir = Path(config.ray.log_dir or tempfile.mkdtemp(prefix=SCRATCH)).absolute()
         log_dir.mkdir(parents=True, exist_ok=True)
         self._deployment = Deployment(config=config, report=report, log_dir=log_dir, metrics=self._metrics,
+                                      security=trusted,
                                       directory=Directory(self.scale))
 
     @property
@@ -148,9 +151,9 @@ class Supervisor:
         await self._serve_metrics(ray)
         left = {} if ray.is_local else await self._take_over()
         self._keepers = await self._reserve(self._members, left)
-        self._server = new_server()  # not before Ray forked its processes: gRPC's threads and fork do not mix
+        self._server = new_server(shared.security)  # not before Ray forked its processes: gRPC's threads and fork do not mix
         directory_pb2_grpc.add_DirectoryServicer_to_server(shared.directory, self._server)
-        shared.directory_address = await listen(self._server, join_address(ray.own_address, 0))
+        shared.directory_address = await listen(self._server, join_address(ray.own_address, 0), shared.security)
         adopted = [one for one in self._keepers if one.place.adopted is not None]
         for one in adopted:
             one.adopt()

@@ -20,6 +20,7 @@ from router.service import RouterService
 from slipstream import process
 from slipstream.config import Config
 from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.rpc import security
 from slipstream.rpc.server import join_address
 
 logger = logging.getLogger(__name__)
@@ -45,9 +46,9 @@ def main() -> int:
 
 
 async def _serve(config: Config, arguments: argparse.Namespace) -> None:
-    stop = process.stop_event()
+    stop, trusted = process.stop_event(), security.load(config.security)
     listener = _listen(config.router.host, config.router.port)
-    service = RouterService(config)
+    service = RouterService(config, trusted)
     for address in arguments.worker:
         service.workers.add(address)
     if arguments.directory:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import random
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -129,6 +130,8 @@ class _Run:
 
     pair: dict[Role, policy.Replica]
     handle: int
+    secret: str = field(default_factory=lambda: secrets.token_hex(16))
+    """Of its transfer's id, which opens the prompt's KV: the request's own id is in the client's hands."""
     busy: set[str] = field(default_factory=set)
 
 
@@ -302,7 +305,7 @@ class Generation:
         request, run = self.request, self._runs[action.run]
         name = request.id if action.run == 0 else f"{request.id}{RUN_MARK}{action.run}"
         message = worker_pb2.Submit(
-            handle=run.handle, request_id=name, attempt=action.attempt, transfer_id=f"{name}/{run.handle}",
+            handle=run.handle, request_id=name, attempt=action.attempt, transfer_id=f"{name}/{run.secret}",
             tokens=request.prompt.tokens, output=action.output, choices=action.choices, priority=request.priority,
             cache_salt=request.cache_salt, sampling=convert.sampling_to_pb(request.sampling),
             images=[convert.image_to_pb(picture.content_hash, picture.grid) for picture in request.prompt.pictures],

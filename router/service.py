@@ -33,6 +33,7 @@ from slipstream.errors import DeadlineError, InvalidRequestError, ModelNotFoundE
 from slipstream.observability.metrics import RouterMetrics
 from slipstream.observability.record import Recorder
 from slipstream.rpc import convert
+from slipstream.rpc.security import OPEN, Security
 from slipstream.types import Role, StopParams
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class Ticket:
 class RouterService:
     """One per process. `start` on the event loop, `close` at the end."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, security: Security = OPEN) -> None:
         """Raises ConfigError and CheckpointError."""
         self.config = config
         self.checkpoint = checkpoints.read(checkpoints.resolve(config.model.path, hub_cache()))
@@ -81,7 +82,7 @@ class RouterService:
         self._idle = asyncio.Event()
         self._idle.set()
         self._running: set[Generation] = set()
-        self.workers = Workers(self.model_name, self._workers_changed, config.router.worker_silence_seconds)
+        self.workers = Workers(self.model_name, self._workers_changed, config.router.worker_silence_seconds, security)
 
     @property
     def max_context(self) -> int:

@@ -18,9 +18,11 @@ import grpc.aio
 
 from router.dispatch import Row
 from router.policy import Replica
+from router.silence import unless_silent
 from slipstream.errors import IncompatibleError, InternalError, SlipstreamError, UnavailableError
 from slipstream.rpc import convert
 from slipstream.rpc.channel import connect, reason
+from slipstream.rpc.security import OPEN, Security
 from slipstream.text.images import Picture
 from slipstream.types import Logprobs, Role
 from slipstream.v1 import directory_pb2, directory_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -28,7 +30,7 @@ from slipstream.v1 import directory_pb2, directory_pb2_grpc, worker_pb2, worker_
 logger = logging.getLogger(__name__)
 
 _INFO_SECONDS = 5.0
-_FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.05, 2.0
+_FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.05, 1.0
 _IMAGE_CHUNK = 1 << 20
 
 
@@ -58,7 +60,7 @@ class WorkerLink:
     """One worker. `info` is None while it is not connected."""
 
     def __init__(self, address: str, check: Callable[[WorkerLink, worker_pb2.WorkerInfo], None], on_change: Callable[[], None],
-                 silence_seconds: float = 10.0) -> None:
+                 silence_seconds: float = 10.0, security: Security = OPEN) -> None:
         """`check` raises IncompatibleError for a worker that is not to be used. `silence_seconds`: workers tell their load
         about once a second, so one that says nothing for so long is stuck, and its Session is given up."""
         self.address = address
@@ -70,9 +72,9 @@ class WorkerLink:
         self.last_info: worker_pb2.WorkerInfo | None = None
         """Of the last Session."""
         self.load = worker_pb2.Load()
-        self.problem = "connecting"
+        self.problem = self._told = "connecting"
         self._on_change = on_change
-        self._channel = connect(address)
+        self._channel = connect(address, security)
         self._stub = worker_pb2_grpc.WorkerStub(self._channel)
         self._outgoing: asyncio.Queue[worker_pb2.RouterMessage] = asyncio.Queue()
         self._sinks: dict[int, _Waiting] = {}
@@ -160,14 +162,13 @@ class WorkerLink:
         wait = _FIRST_WAIT_SECONDS
         while True:
             try:
-                info = await self._stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=_INFO_SECONDS, wait_for_ready=True)
+                info = await self._stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=_INFO_SECONDS)
                 convert.role_from_pb(info.role)
                 self._check(self, info)
                 wait = _FIRST_WAIT_SECONDS
                 await self._session(info)
                 self.problem = "the session ended"
             except grpc.aio.AioRpcError as error:
-                logger.debug("the worker at %s: %s %s", self.address, error.code().name, error.details())
                 self.problem = reason(error)
             except SlipstreamError as error:
                 self.problem = error.message
@@ -189,7 +190,7 @@ class WorkerLink:
             self.info = self.last_info = info
             logger.info("connected to %s at %s, epoch %d", info.replica_id, self.address, info.epoch)
             self._on_change()
-            async for message in _unless_silent(call, self._silence_seconds):
+            async for message in unless_silent(call, self._silence_seconds):
                 if message.WhichOneof("message") == "step":
                     self._on_step(message.step)
                 elif message.WhichOneof("message") == "load":
@@ -202,6 +203,9 @@ class WorkerLink:
     def _lost(self) -> None:
         if self.info is not None:
             logger.warning("lost %s at %s: %s", self.info.replica_id, self.address, self.problem)
+        elif self.problem != self._told:
+            logger.warning("the worker at %s cannot be used: %s", self.address, self.problem)
+        self._told = self.problem
         self.info = None
         sinks, self._sinks = self._sinks, {}
         for handle, waiting in sinks.items():
@@ -268,38 +272,15 @@ async def _write(call: Any, queue: asyncio.Queue[worker_pb2.RouterMessage]) -> N
             await call.write(await queue.get())
 
 
-async def _unless_silent(call: grpc.aio.StreamStreamCall[worker_pb2.RouterMessage, worker_pb2.WorkerMessage],
-                         seconds: float) -> AsyncIterator[worker_pb2.WorkerMessage]:
-    """The call's messages. Raises UnavailableError after `seconds` without one.
-
-    Counted in ticks of this process, so that a stall of the router itself is not taken for silence.
-    """
-    tick, silent = seconds / 10, 0
-    reading = asyncio.ensure_future(call.read())
-    try:
-        while True:
-            await asyncio.wait({reading}, timeout=tick)
-            if not reading.done():
-                silent += 1
-                if silent >= 10:
-                    raise UnavailableError(f"nothing was heard from it for {seconds:g} s", retry_after_seconds=1.0)
-                continue
-            silent, message = 0, reading.result()
-            if not isinstance(message, worker_pb2.WorkerMessage):  # grpc's EOF marker
-                return
-            reading = asyncio.ensure_future(call.read())
-            yield message
-    finally:
-        reading.cancel()
-
-
 class Workers:
     """All links, from a fixed list of addresses or from the supervisor's Directory."""
 
-    def __init__(self, model_name: str, on_change: Callable[[], None], silence_seconds: float = 10.0) -> None:
+    def __init__(self, model_name: str, on_change: Callable[[], None], silence_seconds: float = 10.0,
+                 security: Security = OPEN) -> None:
         self._links: dict[str, WorkerLink] = {}
         self._model_name = model_name
         self._silence_seconds = silence_seconds
+        self._security = security
         self._on_change = on_change
         self._closing: set[asyncio.Task[None]] = set()
         self._news = asyncio.Event()
@@ -314,15 +295,14 @@ class Workers:
         if address in self._links:
             self._links[address].leaving = False
         else:
-            self._links[address] = WorkerLink(address, self._check, self._changed, self._silence_seconds)
+            self._links[address] = WorkerLink(address, self._check, self._changed, self._silence_seconds, self._security)
 
     def _check(self, link: WorkerLink, info: worker_pb2.WorkerInfo) -> None:
         if info.model_name != self._model_name:
             raise IncompatibleError(f"{info.replica_id} serves {info.model_name}, this router {self._model_name}")
         for other in self._links.values():
-            if other is not link and not other.leaving and other.info is not None and other.info.replica_id == info.replica_id:
-                raise IncompatibleError(f"the worker at {other.address} is called {info.replica_id} too; every replica needs a "
-                                        "--replica-id of its own")
+            if other is not link and not other.leaving and other.info and other.info.replica_id == info.replica_id:
+                raise IncompatibleError(f"the worker at {other.address} is called {info.replica_id} too: --replica-id")
 
     def watch(self, directory: str) -> None:
         """Follow the Directory at this address, and no other from now on. While it is gone the known workers go on serving."""
@@ -373,7 +353,7 @@ class Workers:
         return sum(view.role is role for view in self.views())
 
     async def _follow(self, directory: str) -> None:
-        channel, told = connect(directory), False
+        channel, told = connect(directory, self._security), False
         try:
             while True:
                 try:
@@ -382,7 +362,7 @@ class Workers:
                         self._apply(snapshot)
                 except grpc.aio.AioRpcError as error:
                     level = logging.DEBUG if told else logging.WARNING
-                    logger.log(level, "the directory at %s is gone: %s; known workers stay", directory, error.code().name)
+                    logger.log(level, "the directory at %s is gone: %s; known workers stay", directory, reason(error))
                     told = True
                 except Exception:
                     logger.exception("what the directory at %s said could not be used; known workers stay", directory)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 import re
 import tomllib
-import types
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slipstream import typed
 from slipstream.errors import ConfigError
 from slipstream.types import Role
 
@@ -93,11 +91,53 @@ class PoolConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FaultsConfig:
+    """[transfer.faults]: a source's sick channel, for tests and drills. Rates are per frame; all are off by default."""
+
+    seed: int = 0
+    """Of the random choices."""
+    delay_seconds: float = 0.0
+    """Longest extra wait of a frame; each waits a random part of it."""
+    drop: float = 0.0
+    """Share of frames that are lost."""
+    duplicate: float = 0.0
+    """Share of frames that come twice."""
+    corrupt: float = 0.0
+    """Share of frames with wrong bytes."""
+    cut: float = 0.0
+    """Share of frames at which the stream breaks."""
+    stall_at_bytes: int = 0
+    """After so many bytes nothing moves any more; 0: never."""
+    bytes_per_second: float = 0.0
+    """What all streams of one source rank share; 0: no limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RdmaConfig:
+    """[transfer.rdma]: the one-sided channel."""
+
+    engine: str = "auto"
+    """`nixl`, `mooncake` or `mori`; `auto` takes the first of them that is installed. Both sides need the same."""
+    quarantine_seconds: float = 10.0
+    """How long a source on another host that does not say that it has stopped writing is waited for, before what it may write
+    to is closed."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TransferConfig:
     """[transfer]: the cache-store channel between prefill and decode."""
 
-    channel: str = "grpc"
-    """How the bytes travel; `grpc` is the only channel yet."""
+    channel: str = "auto"
+    """How the bytes travel: `grpc` (inline, everywhere), `local` (same host), `rdma` (one-sided, NIXL or Mooncake); `auto`
+    tries for each pair of ranks what both have, best first."""
+    checksum: bool = True
+    """Every frame carries a checksum of its bytes, which the destination verifies in its own memory."""
+    stall_seconds: float = 10.0
+    """A destination that takes nothing for so long is given up."""
+    rdma: RdmaConfig = field(default_factory=RdmaConfig)
+    """A section of its own."""
+    faults: FaultsConfig = field(default_factory=FaultsConfig)
+    """A section of its own."""
     lease_seconds: float = 30.0
     """How long prefill keeps a finished prompt that no decode replica has taken."""
     parked_fraction: float = 0.25
@@ -171,6 +211,23 @@ class RayConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SecurityConfig:
+    """[security]: who may talk to our processes over gRPC (docs/security.md); without it, whoever reaches their ports. The
+    files have to lie on every node."""
+
+    token_file: str = ""
+    """File with the token that all processes of the deployment share: 16 printable characters or more, without spaces."""
+    tls_cert: str = ""
+    """PEM file with this node's certificate and its chain. All three of `tls_cert`, `tls_key` and `tls_ca`, or none."""
+    tls_key: str = ""
+    """PEM file with the certificate's private key."""
+    tls_ca: str = ""
+    """PEM file with the authorities that may sign the certificates of peers, servers and clients alike."""
+    tls_server_name: str = ""
+    """The name in the certificates of all processes; empty: each has the address at which it is reached."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DebugConfig:
     """[debug]: switches for finding faults; all are off by default."""
 
@@ -193,10 +250,8 @@ class Config:
     transfer: TransferConfig = field(default_factory=TransferConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     ray: RayConfig = field(default_factory=RayConfig)
+    security: SecurityConfig = field(default_factory=SecurityConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
-
-
-_WORDS = {int: "a whole number", float: "a number", str: "text in quotes", bool: "true or false"}
 
 
 def hub_cache() -> Path:
@@ -229,18 +284,18 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
             raise ConfigError(f"{path} is not valid TOML: {error}") from error
     data.setdefault("pools", {role.value: {"role": role.value} for role in Role})
     if overrides:
-        _build(Config, data, "", where)  # what is wrong in the file is blamed on the file, the rest on the overrides
+        typed.build(Config, data, "", where)  # what is wrong in the file is blamed on the file, the rest on the overrides
         where = "the overrides"
     for override in overrides:
-        _apply(data, override)
-    config: Config = _build(Config, data, "", where)
+        typed.assign(data, override)
+    config: Config = typed.build(Config, data, "", where)
     _check(config)
     return config
 
 
 def from_dict(data: Mapping[str, Any]) -> Config:
     """The inverse of `to_dict`, with the same checks as `load`."""
-    config: Config = _build(Config, data, "", "the configuration")
+    config: Config = typed.build(Config, data, "", "the configuration")
     _check(config)
     return config
 
@@ -269,74 +324,6 @@ def to_dict(config: Config) -> dict[str, Any]:
     return result
 
 
-def _apply(data: dict[str, Any], override: str) -> None:
-    path, separator, text = override.partition("=")
-    if not separator or not path:
-        raise ConfigError(f"--set {override}: write it as section.key=value, for example engine.block_size=32")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
-    *sections, key = path.split(".")
-    for section in sections:
-        data = data.setdefault(section, {})
-        if not isinstance(data, dict):
-            raise ConfigError(f"--set {override}: {section} is a value, not a section")
-    data[key] = value
-
-
-def _build(kind: Any, data: Any, path: str, where: str) -> Any:
-    """`data` as an instance of the dataclass or type `kind`, or a ConfigError that names `path`."""
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        if not isinstance(data, Mapping):
-            raise ConfigError(f"{path} in {where} must be a section, not {data!r}", field=path)
-        hints = typing.get_type_hints(kind)
-        names = {f.name for f in dataclasses.fields(kind)}
-        for key in data:
-            if key not in names:
-                near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-                hint = f"did you mean {_join(path, near[0])}?" if near else f"known keys: {', '.join(sorted(names))}"
-                raise ConfigError(f"unknown key {_join(path, key)} in {where}; {hint}", field=_join(path, key))
-        values = {key: _build(hints[key], value, _join(path, key), where) for key, value in data.items()}
-        required = [f.name for f in dataclasses.fields(kind)
-                    if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING]
-        for name in required:
-            if name not in values:
-                raise ConfigError(f"{_join(path, name)} is missing in {where}", field=_join(path, name))
-        return kind(**values)
-    origin = typing.get_origin(kind)
-    if origin is dict:
-        if not isinstance(data, Mapping):
-            raise ConfigError(f"{path} in {where} must be a section, not {data!r}", field=path)
-        _, item = typing.get_args(kind)
-        if item is str:  # an environment: 4 is what `--set pools.decode.env.THREADS=4` gives
-            data = {key: str(value) if type(value) is int else value for key, value in data.items()}
-        return {key: _build(item, value, _join(path, key), where) for key, value in data.items()}
-    if origin is tuple:
-        if not isinstance(data, list | tuple):
-            raise ConfigError(f"{path} in {where} must be a list, not {data!r}", field=path)
-        return tuple(_build(typing.get_args(kind)[0], value, path, where) for value in data)
-    assert not isinstance(kind, types.UnionType), "no field of Config is a union"
-    return _scalar(kind, data, path, where)
-
-
-def _scalar(kind: Any, data: Any, path: str, where: str) -> Any:
-    if kind is Role:
-        known = [role.value for role in Role]
-        if data not in known:
-            raise ConfigError(f"{path} in {where} must be one of {', '.join(known)}, not {data!r}", field=path)
-        return Role(data)
-    if kind is float and isinstance(data, int) and not isinstance(data, bool):
-        return float(data)
-    if not isinstance(data, kind) or (kind is not bool and isinstance(data, bool)):
-        raise ConfigError(f"{path} in {where} must be {_WORDS[kind]}, not {data!r}", field=path)
-    return data
-
-
-def _join(path: str, key: str) -> str:
-    return f"{path}.{key}" if path else key
-
-
 def _check(config: Config) -> None:
     """Ranges that a type cannot say."""
     for role in Role:
@@ -362,6 +349,15 @@ def _check(config: Config) -> None:
         "transfer.frame_bytes": config.transfer.frame_bytes, "router.max_in_flight": config.router.max_in_flight,
         "debug.record_bytes": config.debug.record_bytes,
     }
+    faults = config.transfer.faults
+    for key in ("drop", "duplicate", "corrupt", "cut"):
+        if not 0 <= getattr(faults, key) <= 1:
+            raise ConfigError(f"transfer.faults.{key} is a share, 0 to 1, not {getattr(faults, key)}",
+                              field=f"transfer.faults.{key}")
+    for key in ("delay_seconds", "stall_at_bytes", "bytes_per_second"):
+        if getattr(faults, key) < 0:
+            raise ConfigError(f"transfer.faults.{key} must be at least 0, not {getattr(faults, key)}",
+                              field=f"transfer.faults.{key}")
     for name, value in positive.items():
         if value <= 0:
             raise ConfigError(f"{name} must be at least 1, not {value}", field=name)

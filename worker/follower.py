@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from cache_transfer.load import CacheLoader, Loaded, given
-from cache_transfer.memory import CacheMemory, Landing
+from cache_transfer.memory import CacheMemory
+from cache_transfer.regions import Landing
 from cache_transfer.source import SourceTransfer
 from cache_transfer.store import CacheStore
 from slipstream import checkpoint as checkpoints
@@ -24,6 +25,7 @@ from slipstream.engine import build, gang
 from slipstream.engine.executor import Published, RankExecutor
 from slipstream.engine.log import CopyBlock, CopyState, Step
 from slipstream.errors import GangError, InternalError, SlipstreamError, by_code
+from slipstream.rpc.security import Security
 from slipstream.types import RequestId, Role
 from worker import ranks
 from worker.entries import (
@@ -177,9 +179,10 @@ class FollowingReplica:
                                                   state_snapshots=snapshots(role))
         self._memory = CacheMemory(layout, cache_tensors(checkpoint, caches, place.shard), place.shard)
 
-    def channel_ends(self, *, replica_id: str, epoch: int) -> tuple[CacheStore, CacheLoader]:
+    def channel_ends(self, *, replica_id: str, epoch: int, host: str, security: Security) -> tuple[CacheStore, CacheLoader]:
         """Its source and destination side of the cache-store channel; made on the event loop. Raises ConfigError."""
-        return channel_ends(self._memory, self._config.transfer, replica_id=replica_id, epoch=epoch)
+        return channel_ends(self._memory, self._config.transfer, replica_id=replica_id, epoch=epoch, host=host,
+                            security=security)
 
     async def follow(self, store: CacheStore, loader: CacheLoader, address: str) -> None:
         """Until rank 0 ends it. Raises as FollowingRank.run does."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from cache_transfer.handoff import Handoff
 from cache_transfer.load import Admit, CacheLoader, Loaded
-from cache_transfer.memory import Landing
+from cache_transfer.regions import Landing
 from cache_transfer.source import SourceTransfer, TransferListener
 from cache_transfer.store import CacheStore
 from slipstream.engine.log import Entry, Tokens

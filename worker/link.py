@@ -1,13 +1,17 @@
 """The connections between rank 0 of a replica and its other ranks: ordered, typed, and lost when one end falls silent.
 
-A frame is its length (u32, little endian) and a msgpack entry. Rank 0 listens; the others say who they are, and are welcomed
-or refused with the reason. Plain sockets: the engine's thread must not wait for an event loop. Knows no engine, no transfer.
+A frame is its length (u32, little endian) and a msgpack entry. Rank 0 listens and challenges; the others say who they are, and
+are welcomed or refused with the reason. With a token both prove that they know it, and neither says it. Plain sockets: the
+engine's thread must not wait for an event loop. Knows no engine, no transfer.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import logging
+import math
+import secrets
 import socket
 import struct
 import threading
@@ -28,8 +32,17 @@ Up = TypeVar("Up", bound=Entry)
 SILENCE_SECONDS = 5.0
 BEAT_SECONDS = 1.0
 MAX_FRAME_BYTES = 1 << 30
+MAX_HELLO_BYTES = 1 << 16
+"""Of one who has proved nothing yet."""
+NONCE_BYTES = 32
 
 _LENGTH = struct.Struct("<I")
+
+
+class Challenge(msgspec.Struct, frozen=True, kw_only=True):
+    """Rank 0's first word."""
+
+    nonce: bytes
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +53,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     fingerprint: str
     """Of the model, the geometry and the memory: equal on all ranks."""
+    nonce: bytes = b""
+    proof: bytes = b""
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +64,7 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True):
     """Why it is refused."""
     store_port: int = 0
     """Of the rendezvous of the tensor ranks."""
+    proof: bytes = b""
 
 
 class _Wire:
@@ -64,15 +80,18 @@ class _Wire:
         with self._writing:
             self.sock.sendall(_LENGTH.pack(len(data)) + data)
 
-    def read(self) -> bytes:
-        (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
-        if length > MAX_FRAME_BYTES:
-            raise GangError(f"a frame of {length} bytes between ranks; the limit is {MAX_FRAME_BYTES}")
-        return self._exactly(length)
+    def read(self, most_bytes: int = MAX_FRAME_BYTES, deadline: float = math.inf) -> bytes:
+        """A frame. `deadline`: of the monotonic clock, for one who might go on drop by drop."""
+        (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size, deadline))
+        if length > most_bytes:
+            raise GangError(f"a frame of {length} bytes between ranks; the limit is {most_bytes}")
+        return self._exactly(length, deadline)
 
-    def _exactly(self, count: int) -> bytes:
+    def _exactly(self, count: int, deadline: float) -> bytes:
         parts = bytearray()
         while len(parts) < count:
+            if time.monotonic() > deadline:
+                raise GangError("the other rank is too slow")
             part = self.sock.recv(min(count - len(parts), 1 << 20))
             if not part:
                 raise GangError("the other rank has ended")
@@ -86,10 +105,10 @@ class _Wire:
 class Leader(Generic[Down, Up]):
     """Rank 0's end of all connections."""
 
-    def __init__(self, host: str, port: int, *, world: int, epoch: int, fingerprint: str, up: object) -> None:
+    def __init__(self, host: str, port: int, *, world: int, epoch: int, fingerprint: str, up: object, token: str = "") -> None:
         """Listens at once; `port` 0: any free one. `up`: the union of the entries that followers send. Raises GangError."""
         self.world = world
-        self._epoch, self._fingerprint = epoch, fingerprint
+        self._epoch, self._fingerprint, self._token = epoch, fingerprint, token
         self._decoder: msgspec.msgpack.Decoder[Up] = msgspec.msgpack.Decoder(up)
         self._encoder = msgspec.msgpack.Encoder()
         self._order = threading.Lock()
@@ -113,9 +132,18 @@ class Leader(Generic[Down, Up]):
                 raise GangError(f"ranks {missing} of {self.world} did not come within {timeout_seconds:.0f} s") from None
             wire = _Wire(sock)
             try:
-                hello = msgspec.msgpack.decode(wire.read(), type=Hello)
-                problem = self._problem(hello)
-                wire.write(self._encoder.encode(Welcome(problem=problem, store_port=store_port)))
+                nonce = secrets.token_bytes(NONCE_BYTES)
+                wire.write(self._encoder.encode(Challenge(nonce=nonce)))
+                said = wire.read(MAX_HELLO_BYTES, min(deadline, time.monotonic() + SILENCE_SECONDS))
+                hello = msgspec.msgpack.decode(said, type=Hello)
+                if hmac.compare_digest(hello.proof, _proof(self._token, "follower", nonce, hello.nonce)):
+                    problem = self._problem(hello)
+                    welcome = Welcome(problem=problem, store_port=store_port,
+                                      proof=_proof(self._token, "leader", nonce, hello.nonce))
+                else:
+                    problem = f"rank {hello.rank} has another security.token_file, or none"
+                    welcome = Welcome(problem=problem)
+                wire.write(self._encoder.encode(welcome))
             except (OSError, GangError, msgspec.MsgspecError) as error:
                 problem = f"said no Hello: {error}"
             if problem:
@@ -172,10 +200,16 @@ class Leader(Generic[Down, Up]):
                 on_lost(f"rank {rank} is lost: {error}")
 
 
+def _proof(token: str, who: str, challenge: bytes, nonce: bytes) -> bytes:
+    """That `who` knows the token; empty without one."""
+    return hmac.digest(token.encode(), who.encode() + challenge + nonce, "sha256") if token else b""
+
+
 class Follower(Generic[Down]):
     """Another rank's end of its connection."""
 
-    def __init__(self, host: str, port: int, hello: Hello, *, down: object, timeout_seconds: float) -> None:
+    def __init__(self, host: str, port: int, hello: Hello, *, down: object, timeout_seconds: float,
+                 token: str = "") -> None:
         """Tries until rank 0 listens. `down`: the union of the entries that it sends. Raises GangError."""
         self._decoder: msgspec.msgpack.Decoder[Down] = msgspec.msgpack.Decoder(down)
         self._encoder = msgspec.msgpack.Encoder()
@@ -190,13 +224,18 @@ class Follower(Generic[Down]):
                     raise GangError(f"rank 0 does not answer at {host}:{port}: {error}") from error
                 time.sleep(0.1)
         try:
-            self._wire.write(self._encoder.encode(hello))
             self._wire.sock.settimeout(max(SILENCE_SECONDS, deadline - time.monotonic()))
-            self.welcome = msgspec.msgpack.decode(self._wire.read(), type=Welcome)
+            challenge = msgspec.msgpack.decode(self._wire.read(MAX_HELLO_BYTES), type=Challenge).nonce
+            nonce = secrets.token_bytes(NONCE_BYTES)
+            hello = msgspec.structs.replace(hello, nonce=nonce, proof=_proof(token, "follower", challenge, nonce))
+            self._wire.write(self._encoder.encode(hello))
+            self.welcome = msgspec.msgpack.decode(self._wire.read(MAX_HELLO_BYTES), type=Welcome)
         except (OSError, GangError, msgspec.MsgspecError) as error:
             raise GangError(f"rank 0 at {host}:{port} left: {error}") from error
         if self.welcome.problem:
             raise GangError(f"rank 0 refused: {self.welcome.problem}")
+        if not hmac.compare_digest(self.welcome.proof, _proof(token, "leader", challenge, nonce)):
+            raise GangError(f"who listens at {host}:{port} does not know the token of security.token_file")
         self.own_address: str = self._wire.sock.getsockname()[0]
         """Of this machine, on the way to rank 0."""
 

@@ -19,6 +19,8 @@ from cache_transfer.memory import tune_allocator
 from cache_transfer.store import CacheStore
 from slipstream import process
 from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.rpc import security
+from slipstream.rpc.security import Security
 from slipstream.rpc.server import bound, join_address, listen, new_server, split_address
 from slipstream.types import Role
 from worker import ranks
@@ -55,17 +57,18 @@ def main(role: Role, mount: Mount, arguments: Sequence[str] | None = None) -> in
     try:
         config = process.start(parsed, parsed.replica_id)
         advertised(parsed.listen, parsed.advertise)  # a mistake here must not cost a minute of loading first
+        trusted = security.load(config.security)
         place = ranks.place(config, role, pool=parsed.pool, rank=parsed.rank, world=parsed.world, master=parsed.master,
-                            epoch=parsed.epoch)
+                            epoch=parsed.epoch, token=trusted.token)
         bound(parsed.listen, "--listen").close()
         if target := metrics_target(parsed.listen, parsed.metrics_listen):
             bound(target, "--metrics-listen").close()
         tune_allocator()
         if place is not None and place.shard.rank > 0:
-            _leave(asyncio.run(_follow(parsed, FollowingReplica(config, role, place))))
+            _leave(asyncio.run(_follow(parsed, FollowingReplica(config, role, place), trusted)))
         replica = Replica(config, role, place)
         identity = Identity(replica_id=parsed.replica_id, epoch=parsed.epoch, role=role)
-        status = asyncio.run(_serve(parsed, identity, replica, mount))
+        status = asyncio.run(_serve(parsed, identity, replica, mount, trusted))
         if place is not None:
             _leave(status)
         return status
@@ -74,14 +77,15 @@ def main(role: Role, mount: Mount, arguments: Sequence[str] | None = None) -> in
         return 2
 
 
-async def _serve(arguments: argparse.Namespace, identity: Identity, replica: Replica, mount: Mount) -> int:
+async def _serve(arguments: argparse.Namespace, identity: Identity, replica: Replica, mount: Mount, trusted: Security) -> int:
     stop = process.stop_event()
-    store, loader = replica.channel_ends(replica_id=identity.replica_id, epoch=identity.epoch)
+    store, loader = replica.channel_ends(replica_id=identity.replica_id, epoch=identity.epoch,
+                                         host=split_address(arguments.listen)[0], security=trusted)
     service = mount(identity, replica, store, loader)
-    server = new_server()
+    server = new_server(trusted)
     service.add_to(server)
     store.add_to(server)
-    service.address = advertised(await listen(server, arguments.listen), arguments.advertise)
+    service.address = advertised(await listen(server, arguments.listen, trusted), arguments.advertise)
     if replica.gang is not None:
         service.other_addresses = await asyncio.to_thread(replica.gang.addresses, ranks.MEET_SECONDS)
     metrics = MetricsServer(service.metrics.registry)
@@ -111,13 +115,14 @@ async def _serve(arguments: argparse.Namespace, identity: Identity, replica: Rep
     return 1 if died else 0
 
 
-async def _follow(arguments: argparse.Namespace, replica: FollowingReplica) -> int:
+async def _follow(arguments: argparse.Namespace, replica: FollowingReplica, trusted: Security) -> int:
     """Another rank than rank 0, which ends it: it drains, and a first signal to all ranks must not end this one meanwhile."""
     process.stop_event()
-    store, loader = replica.channel_ends(replica_id=arguments.replica_id, epoch=arguments.epoch)
+    store, loader = replica.channel_ends(replica_id=arguments.replica_id, epoch=arguments.epoch,
+                                         host=split_address(arguments.listen)[0], security=trusted)
     server = new_server()
     store.add_to(server)
-    address = advertised(await listen(server, arguments.listen), arguments.advertise)
+    address = advertised(await listen(server, arguments.listen, trusted), arguments.advertise)
     registry = CollectorRegistry()  # rank 0 counts the requests
     ProcessCollector(registry=registry)
     metrics, shown = MetricsServer(registry), ""

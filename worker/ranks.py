@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +18,7 @@ from slipstream.config import Config, PoolConfig, hub_cache
 from slipstream.errors import ConfigError, GangError
 from slipstream.layers import parallel
 from slipstream.layers.parallel import Communicator
+from slipstream.rpc.server import bound, join_address
 from slipstream.sharding import Shard
 from slipstream.types import Role
 from worker.entries import Down, Up
@@ -40,6 +41,8 @@ class Place:
     master: tuple[str, int]
     """Where rank 0 listens."""
     epoch: int
+    token: str = field(default="", repr=False)
+    """Of the deployment; empty: whoever reaches rank 0 may say that it is a rank."""
 
 
 def pool_of(config: Config, role: Role, name: str) -> PoolConfig:
@@ -56,7 +59,8 @@ def pool_of(config: Config, role: Role, name: str) -> PoolConfig:
     return next(iter(own.values()), PoolConfig(role=role))
 
 
-def place(config: Config, role: Role, *, pool: str, rank: int, world: int, master: str, epoch: int) -> Place | None:
+def place(config: Config, role: Role, *, pool: str, rank: int, world: int, master: str, epoch: int,
+          token: str = "") -> Place | None:
     """None: the replica is this one process. `world` 0: as the pool says. Raises ConfigError for what does not fit."""
     wanted = pool_of(config, role, pool)
     if (wanted.tp, wanted.pp, rank, world) in ((1, 1, 0, 0), (1, 1, 0, 1)):
@@ -66,22 +70,34 @@ def place(config: Config, role: Role, *, pool: str, rank: int, world: int, maste
     if world not in (0, geometry.world) or not 0 <= rank < geometry.world:
         raise ConfigError(f"rank {rank} of {world or geometry.world}: the pool has tp {geometry.tp} and pp {geometry.pp}, so "
                           f"{geometry.world} ranks, from 0 on", field="pools")
+    if config.security.tls_cert and not token:
+        raise ConfigError(f"pool {pool or role.value} has {geometry.world} ranks, which prove themselves by the token, not "
+                          "by certificates: set security.token_file too", field="security.token_file")
     host, separator, port = master.rpartition(":")
     if not separator or not port.isdigit():
         raise ConfigError(f"a replica of {geometry.world} ranks needs --master HOST:PORT, where its rank 0 listens",
                           field="master")
-    return Place(shard=Shard(geometry=geometry, rank=rank), master=(host.strip("[]"), int(port)), epoch=epoch)
+    return Place(shard=Shard(geometry=geometry, rank=rank), master=(host.strip("[]"), int(port)), epoch=epoch,
+                 token=token)
 
 
 def lead(place: Place, fingerprint: str, device: torch.device) -> tuple[GangLog, Communicator]:
     """Rank 0: wait for the others. Blocks; raises GangError."""
     host, port = place.master
     leader: Leader[Any, Up] = Leader(host, port, world=place.shard.geometry.world, epoch=place.epoch,
-                                     fingerprint=_digest(place, fingerprint), up=Up)
-    store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=MEET_SECONDS))
+                                     fingerprint=_digest(place, fingerprint), up=Up, token=place.token)
+    store = _store(host)
     leader.gather(MEET_SECONDS, store.port)
     log = GangLog(leader, _end)
     return log, _meet(place, store, device, host)
+
+
+def _store(host: str) -> TCPStore:
+    """Bound to this address alone: left to itself, it listens on every interface."""
+    listener = bound(join_address(host, 0), "--master")
+    port = listener.getsockname()[1]
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=MEET_SECONDS),
+                    master_listen_fd=listener.detach())
 
 
 def follow(place: Place, fingerprint: str, device: torch.device) -> tuple[Follower[Down], Communicator]:
@@ -89,7 +105,7 @@ def follow(place: Place, fingerprint: str, device: torch.device) -> tuple[Follow
     host, port = place.master
     shard = place.shard
     hello = Hello(rank=shard.rank, world=shard.geometry.world, epoch=place.epoch, fingerprint=_digest(place, fingerprint))
-    link: Follower[Down] = Follower(host, port, hello, down=Down, timeout_seconds=MEET_SECONDS)
+    link: Follower[Down] = Follower(host, port, hello, down=Down, timeout_seconds=MEET_SECONDS, token=place.token)
     link.start()
     store = TCPStore(host, link.welcome.store_port, is_master=False, timeout=timedelta(seconds=MEET_SECONDS))
     return link, _meet(place, store, device, link.own_address)

@@ -11,10 +11,10 @@ from typing import TypeVar
 
 import torch
 
-from cache_transfer.channels import base
 from cache_transfer.layout import CacheLayout
 from cache_transfer.load import CacheLoader
 from cache_transfer.memory import CacheMemory
+from cache_transfer.paths import open_paths
 from cache_transfer.store import CacheStore
 from slipstream import checkpoint as checkpoints
 from slipstream.checkpoint import Checkpoint
@@ -26,6 +26,7 @@ from slipstream.engine.sequence import Timing
 from slipstream.errors import SlipstreamError, UnavailableError
 from slipstream.layers.batch import AttentionCache, LayerCache
 from slipstream.layers.parallel import Communicator
+from slipstream.rpc.security import Security
 from slipstream.sharding import Shard
 from slipstream.types import EngineLoad, RequestId, Role, TokenEvent
 from worker import ranks
@@ -75,9 +76,10 @@ class Replica:
         self._memory = CacheMemory(self.layout, cache_tensors(self.checkpoint, self._engine.caches, shard), shard)
         self._loop: EngineLoop | None = None
 
-    def channel_ends(self, *, replica_id: str, epoch: int) -> tuple[CacheStore, CacheLoader]:
+    def channel_ends(self, *, replica_id: str, epoch: int, host: str, security: Security) -> tuple[CacheStore, CacheLoader]:
         """Rank 0's source and destination side of the cache-store channel; made on the event loop. Raises ConfigError."""
-        return channel_ends(self._memory, self.config.transfer, replica_id=replica_id, epoch=epoch)
+        return channel_ends(self._memory, self.config.transfer, replica_id=replica_id, epoch=epoch, host=host,
+                            security=security)
 
     def start(self, on_step: Callable[[StepNews], None], on_death: Callable[[BaseException], None]) -> None:
         """Start the engine thread. Both functions are called on the event loop that runs now."""
@@ -148,12 +150,13 @@ def cache_tensors(checkpoint: Checkpoint, caches: Sequence[LayerCache], shard: S
     return tensors
 
 
-def channel_ends(memory: CacheMemory, config: TransferConfig, *, replica_id: str, epoch: int
-                 ) -> tuple[CacheStore, CacheLoader]:
+def channel_ends(memory: CacheMemory, config: TransferConfig, *, replica_id: str, epoch: int, host: str,
+                 security: Security) -> tuple[CacheStore, CacheLoader]:
     """A rank's source and destination side."""
-    channel, rank = base.choose(config.channel), memory.shard.rank
-    return (CacheStore(memory, channel, replica_id=replica_id, epoch=epoch, rank=rank, config=config),
-            CacheLoader(memory, channel, replica_id=replica_id, epoch=epoch, rank=rank, config=config))
+    rank = memory.shard.rank
+    paths = open_paths(config, memory.extent, process=f"{replica_id}.{rank}", host=host)
+    return (CacheStore(memory, paths, replica_id=replica_id, epoch=epoch, rank=rank, config=config),
+            CacheLoader(memory, paths, replica_id=replica_id, epoch=epoch, rank=rank, config=config, security=security))
 
 
 def fingerprint(layout: CacheLayout, config: Config) -> str:

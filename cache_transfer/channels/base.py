@@ -1,29 +1,53 @@
-"""The seam between a Transfer and the path its payload takes; implementations are chosen by name, once, at start."""
+"""The seam between a Transfer and the path of its bytes. A channel moves spans of memory; it knows no tensor and no request."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
-from cache_transfer.channels.grpc import InlineChannel
-from cache_transfer.frames import Range
-from cache_transfer.memory import CacheMemory, Landing
-from slipstream.errors import ConfigError
+from cache_transfer.spans import Spans
+
+Buffer = bytes | memoryview
+
+
+class LostError(Exception):
+    """The way to the peer broke, or the peer left; the prompt itself is well. The text says how, for `parked`."""
 
 
 class Channel(Protocol):
-    """Carries payload between the memories of two ranks. Both calls finish their work before they return."""
+    """Carries bytes from the memory of a source to the memory of a destination. Used on an event loop.
 
-    def pack(self, memory: CacheMemory, where: Landing, ranges: Sequence[Range]) -> bytes:
-        """Source: one frame that stands for these ranges."""
+    A peer is named by what its own `address` says, which travels in Hello and Open.
+    """
 
-    def land(self, memory: CacheMemory, where: Landing, ranges: Sequence[Range], payload: memoryview) -> None:
-        """Destination: put a frame's ranges in place. Raises ProtocolError."""
+    name: str
+    direct: bool
+    """The source writes into the destination's memory by itself: it is told where, and what was written is not in the frame."""
+    frame_bytes: int
+    """What one `send` should move; more makes nothing faster and others wait longer."""
+
+    def address(self) -> bytes:
+        """How peers reach this side's memory; empty if by the Transfer stream alone."""
+
+    async def send(self, to: bytes, source: Spans, target: Spans) -> Sequence[Buffer]:
+        """Source: move the bytes, or say in the frame's payload (the answer) what the destination needs to move them.
+
+        `target`: where they land, empty unless `direct`. Raises LostError. When this has ended, however it ended, nothing is
+        written into the target any more; if that cannot be known it ends with UnsettledError.
+        """
+
+    def land(self, origin: bytes, payload: memoryview, target: Spans) -> None:
+        """Destination: when this returns, a frame's bytes are in place. Raises ProtocolError or TransferError."""
+
+    async def fence(self, origin: bytes, invited: bytes) -> None:
+        """Destination: returns when nothing that this peer began can be written here any more. It is lost and cannot say so.
+
+        `invited`: our `address` as it was told.
+        """
+
+    async def close(self) -> None:
+        """End it; what is still under way fails."""
 
 
-def choose(name: str) -> Channel:
-    """Raises ConfigError listing the known names."""
-    known: dict[str, Callable[[], Channel]] = {"grpc": InlineChannel}
-    if name not in known:
-        raise ConfigError(f"transfer.channel {name!r} is unknown; known: {', '.join(known)}", field="transfer.channel")
-    return known[name]()
+class UnsettledError(LostError):
+    """A write was given up and may still happen: the destination must not hear that it is over."""

@@ -4,28 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cache_transfer.frames import Range, data_header
-from cache_transfer.memory import CacheMemory, Landing
-from slipstream.errors import ProtocolError
+from cache_transfer import spans
+from cache_transfer.channels.base import Buffer
+from cache_transfer.spans import Spans
 
 
 class InlineChannel:
-    """Ranges of any number of blocks and layers share a frame, so messages do not grow with blocks times layers."""
+    """Implements Channel. Spans of any number of blocks and layers share a frame, so messages do not grow with either."""
 
-    def pack(self, memory: CacheMemory, where: Landing, ranges: Sequence[Range]) -> bytes:
-        """Header and payload in one buffer."""
-        pieces: list[bytes | memoryview] = [data_header(ranges)]
-        for part in ranges:
-            pieces.extend(memory.pieces(where, part))
-        return b"".join(pieces)
+    name = "grpc"
+    direct = False
 
-    def land(self, memory: CacheMemory, where: Landing, ranges: Sequence[Range], payload: memoryview) -> None:
+    def __init__(self, frame_bytes: int = 1 << 20) -> None:
+        self.frame_bytes = frame_bytes
+
+    def address(self) -> bytes:
+        """The stream is the way."""
+        return b""
+
+    async def send(self, to: bytes, source: Spans, target: Spans) -> Sequence[Buffer]:
+        """The memory itself: it is copied when the frame is made."""
+        return list(spans.views(source))
+
+    def land(self, origin: bytes, payload: memoryview, target: Spans) -> None:
         """Raises ProtocolError if the payload is not exactly as long as its ranges."""
-        wanted = sum(memory.range_bytes(part) for part in ranges)
-        if len(payload) != wanted:
-            raise ProtocolError(f"a data frame with {len(payload)} payload bytes for ranges of {wanted}")
-        offset = 0
-        for part in ranges:
-            size = memory.range_bytes(part)
-            memory.land(where, part, payload[offset : offset + size])
-            offset += size
+        spans.scatter(payload, target)
+
+    async def fence(self, origin: bytes, invited: bytes) -> None:
+        """Only this process writes here."""
+
+    async def close(self) -> None:
+        """Nothing is open."""

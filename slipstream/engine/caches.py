@@ -35,7 +35,7 @@ def num_snapshots(checkpoint: Checkpoint, config: EngineConfig, wanted: int | No
 
 def allocate(layers: Sequence[LayerSpec], config: EngineConfig, slots: int, dtype: torch.dtype, device: torch.device
              ) -> tuple[LayerCache, ...]:
-    """One cache for each of this rank's `layers`, in their order: `kv` [N, 2, P, H, D] and `conv` [Z, C, W - 1] in `dtype`,
+    """One cache for each of this rank's `layers`, in their order: `kv` [N, H, 2, P, D] and `conv` [Z, C, W - 1] in `dtype`,
     `recurrent` [Z, V, K, E] in float32, with Z = `slots`, snapshots included. Raises ConfigError if there is no memory for
     them."""
     blocks = num_blocks(config)
@@ -43,7 +43,7 @@ def allocate(layers: Sequence[LayerSpec], config: EngineConfig, slots: int, dtyp
     try:
         for layer in layers:
             if isinstance(layer, AttentionLayer):
-                shape = (blocks, 2, config.block_size, layer.kv_heads, layer.head_size)
+                shape = (blocks, layer.kv_heads, 2, config.block_size, layer.head_size)
                 caches.append(AttentionCache(kv=torch.zeros(shape, dtype=dtype, device=device)))
             else:
                 conv = (slots, sum(layer.conv_segments), layer.conv_width - 1)

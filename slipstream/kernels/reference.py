@@ -55,12 +55,13 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def write_kv(kv: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-    """Store keys and values [T, G, D] at slots [T] (block * P + offset, int64) of kv [N, 2, P, G, D]."""
-    block_size = kv.shape[2]
-    rows = slots // block_size * (2 * block_size) + slots % block_size  # of kv as [N * 2 * P] rows; a block's keys come first
-    flat = kv.view(-1, *kv.shape[3:])
-    flat.index_copy_(0, rows, keys)
-    flat.index_copy_(0, rows + block_size, values)
+    """Store keys and values [T, G, D] at slots [T] (block * P + offset, int64) of kv [N, G, 2, P, D]."""
+    groups, _, block_size, size = kv.shape[1:]
+    heads = slots[:, None] // block_size * groups + torch.arange(groups, device=slots.device)
+    rows = (heads * (2 * block_size) + slots[:, None] % block_size).flatten()  # of kv as rows; a head's keys come first
+    flat = kv.view(-1, size)
+    flat.index_copy_(0, rows, keys.reshape(-1, size))
+    flat.index_copy_(0, rows + block_size, values.reshape(-1, size))
 
 
 def prefill_attention(query: Tensor, kv: Tensor, block_table: Tensor, context: int) -> Tensor:
@@ -70,32 +71,29 @@ def prefill_attention(query: Tensor, kv: Tensor, block_table: Tensor, context: i
     """
     n, heads, size = query.shape
     total = context + n
-    used = block_table[: -(-total // kv.shape[2])].long()
-    pages = kv[used]
-    keys = pages[:, 0].reshape(-1, *kv.shape[3:])[:total]
-    values = pages[:, 1].reshape(-1, *kv.shape[3:])[:total]
+    groups, block_size = kv.shape[1], kv.shape[3]
+    pages = kv[block_table[: -(-total // block_size)].long()]
+    keys, values = (pages[:, :, i].transpose(0, 1).reshape(groups, -1, size)[:, :total] for i in (0, 1))
     mask = torch.ones(n, total, dtype=torch.bool, device=query.device).tril(context)
     # With a batch axis torch takes its fused path on the CPU: four times faster, and no [H, n, L] scores in memory.
-    q, k, v = (x.transpose(0, 1)[None] for x in (query, keys, values))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=size**-0.5, enable_gqa=heads != kv.shape[3])
+    out = F.scaled_dot_product_attention(query.transpose(0, 1)[None], keys[None], values[None], attn_mask=mask,
+                                         scale=size**-0.5, enable_gqa=heads != groups)
     return out[0].transpose(0, 1)
 
 
 def decode_attention(query: Tensor, kv: Tensor, block_tables: Tensor, lengths: Tensor) -> Tensor:
     """One new token for each of S sequences. query [S, H, D]; block_tables [S, B]; lengths [S] includes the new token."""
     sequences, heads, size = query.shape
-    groups = kv.shape[3]
+    groups, block_size = kv.shape[1], kv.shape[3]
     longest = int(lengths.max())
-    used = block_tables[:, : -(-longest // kv.shape[2])].long()
-    pages = kv[used]
-    keys = pages[:, :, 0].reshape(sequences, -1, groups, size)
-    values = pages[:, :, 1].reshape(sequences, -1, groups, size)
-    inside = torch.arange(keys.shape[1], device=query.device) < lengths[:, None]
-    scores = torch.einsum("sghd,slgd->sghl", query.view(sequences, groups, heads // groups, size), keys).float() * size**-0.5
+    pages = kv[block_tables[:, : -(-longest // block_size)].long()]
+    keys, values = (pages[:, :, :, i].transpose(1, 2).reshape(sequences, groups, -1, size) for i in (0, 1))
+    inside = torch.arange(keys.shape[2], device=query.device) < lengths[:, None]
+    scores = torch.einsum("sghd,sgld->sghl", query.view(sequences, groups, heads // groups, size), keys).float() * size**-0.5
     weights = scores.masked_fill(~inside[:, None, None], -math.inf).softmax(-1).to(values.dtype)
     # Rows past a sequence's end hold whatever their block held before; a weight of 0 does not cancel a NaN.
-    values = values.masked_fill(~inside[:, :, None, None], 0.0)
-    return torch.einsum("sghl,slgd->sghd", weights, values).reshape(sequences, heads, size)
+    values = values.masked_fill(~inside[:, None, :, None], 0.0)
+    return torch.einsum("sghl,sgld->sghd", weights, values).reshape(sequences, heads, size)
 
 
 def causal_conv(x: Tensor, state: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

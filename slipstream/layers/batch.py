@@ -90,7 +90,7 @@ class AttentionCache:
     """Paged keys and values of one attention layer. A sequence's rows belong to whoever owns its blocks."""
 
     kv: Tensor
-    """[N, 2, P, H, D]: a block's keys and values are one contiguous range; a token's keys are [H, D] rows of it."""
+    """[N, H, 2, P, D]: a block, and in it each head's keys and values, is one contiguous range."""
 
 
 @dataclass(frozen=True, kw_only=True)

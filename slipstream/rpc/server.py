@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+import logging
 import socket
 from collections.abc import AsyncIterator
 from typing import TypeVar
@@ -12,6 +14,9 @@ from google.protobuf.message import DecodeError
 
 from slipstream.errors import ConfigError, InvalidRequestError
 from slipstream.rpc.channel import KEEPALIVE_SECONDS, OPTIONS
+from slipstream.rpc.security import OPEN, Security
+
+logger = logging.getLogger(__name__)
 
 M = TypeVar("M")
 
@@ -25,10 +30,10 @@ async def messages(requests: AsyncIterator[M]) -> AsyncIterator[M]:
         raise InvalidRequestError(f"bytes that are no message: {error}") from error
 
 
-def new_server() -> grpc.aio.Server:
+def new_server(security: Security = OPEN) -> grpc.aio.Server:
     """A server without services; add them, then `listen`."""
-    return grpc.aio.server(options=[*OPTIONS, ("grpc.so_reuseport", 0),
-                                    ("grpc.http2.min_ping_interval_without_data_ms", int(KEEPALIVE_SECONDS * 500))])
+    return grpc.aio.server(interceptors=security.interceptors, options=[*OPTIONS, ("grpc.so_reuseport", 0), (
+        "grpc.http2.min_ping_interval_without_data_ms", int(KEEPALIVE_SECONDS * 500))])
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -59,14 +64,25 @@ def bound(address: str, flag: str) -> socket.socket:
                           "one") from error
 
 
-async def listen(server: grpc.aio.Server, address: str) -> str:
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+async def listen(server: grpc.aio.Server, address: str, security: Security = OPEN) -> str:
     """Bind (port 0: any free one), start, and return the address with the port that was bound.
 
     Raises ConfigError naming the address when it is taken.
     """
     host, _ = split_address(address)
+    credentials = security.server_credentials()
+    if security.token and not security.tls and not _is_loopback(host):
+        logger.warning("the token of security.token_file is sent in plaintext to %s: whoever can read this network learns it; "
+                       "security.tls_cert, tls_key and tls_ca encrypt", host)
     try:
-        port = server.add_insecure_port(address)
+        port = server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)
     except RuntimeError as error:
         raise ConfigError(f"cannot listen on {address}: {error}; choose another port, or 0 for any free one") from error
     await server.start()

@@ -24,45 +24,61 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fslipstream/v1/cache_store.proto\x12\x19slipstream.cache_store.v1\"\xa9\x01\n\x0cHelloRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x31\n\x06layout\x18\x04 \x01(\x0b\x32!.slipstream.cache_store.v1.Layout\x12\x35\n\x08geometry\x18\x05 \x01(\x0b\x32#.slipstream.cache_store.v1.Geometry\"\xcb\x01\n\nHelloReply\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x31\n\x06layout\x18\x04 \x01(\x0b\x32!.slipstream.cache_store.v1.Layout\x12\x12\n\ncompatible\x18\x05 \x01(\x08\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x35\n\x08geometry\x18\x07 \x01(\x0b\x32#.slipstream.cache_store.v1.Geometry\"&\n\x08Geometry\x12\n\n\x02tp\x18\x01 \x01(\r\x12\x0e\n\x06stages\x18\x02 \x03(\r\"\x84\x01\n\x06Layout\x12\x0c\n\x04hash\x18\x01 \x01(\t\x12=\n\x06\x66ields\x18\x02 \x03(\x0b\x32-.slipstream.cache_store.v1.Layout.FieldsEntry\x1a-\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xaa\x03\n\x07\x43ontrol\x12/\n\x04open\x18\x01 \x01(\x0b\x32\x1f.slipstream.cache_store.v1.OpenH\x00\x12\x31\n\x05\x62\x65gin\x18\x02 \x01(\x0b\x32 .slipstream.cache_store.v1.BeginH\x00\x12\x31\n\x05ready\x18\x03 \x01(\x0b\x32 .slipstream.cache_store.v1.ReadyH\x00\x12/\n\x04\x62usy\x18\x04 \x01(\x0b\x32\x1f.slipstream.cache_store.v1.BusyH\x00\x12/\n\x04sent\x18\x05 \x01(\x0b\x32\x1f.slipstream.cache_store.v1.SentH\x00\x12\x35\n\x07handoff\x18\x06 \x01(\x0b\x32\".slipstream.cache_store.v1.HandoffH\x00\x12\x33\n\x06\x66\x61iled\x18\x07 \x01(\x0b\x32!.slipstream.cache_store.v1.FailedH\x00\x12/\n\x04\x64one\x18\x08 \x01(\x0b\x32\x1f.slipstream.cache_store.v1.DoneH\x00\x42\t\n\x07message\"\xc6\x01\n\x04Open\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x1a\n\x12\x63ompatibility_hash\x18\x04 \x01(\t\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x14\n\x0cremaining_ms\x18\x06 \x01(\r\x12\x35\n\x08geometry\x18\x07 \x01(\x0b\x32#.slipstream.cache_store.v1.Geometry\x12\x0c\n\x04rank\x18\x08 \x01(\r\"F\n\x05\x42\x65gin\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"-\n\x05Ready\x12\x0f\n\x07landing\x18\x01 \x01(\x0c\x12\x13\n\x0bhave_tokens\x18\x02 \x01(\r\"\x16\n\x04\x42usy\x12\x0e\n\x06reason\x18\x01 \x01(\t\"=\n\x04Sent\x12\x10\n\x08kv_bytes\x18\x01 \x01(\x04\x12\x13\n\x0bstate_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\"\xdd\x01\n\x07Handoff\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x19\n\x11state_token_count\x18\x04 \x01(\r\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12\x32\n\x07\x63hoices\x18\x06 \x03(\x0b\x32!.slipstream.cache_store.v1.Choice\x12\x13\n\x0bmrope_delta\x18\x07 \x01(\x11\x12\x1b\n\x13mrope_last_position\x18\x08 \x03(\x11\"?\n\x06\x43hoice\x12\x13\n\x0b\x66irst_token\x18\x01 \x01(\r\x12\x10\n\x08\x66inished\x18\x02 \x01(\x08\x12\x0e\n\x06\x63hoice\x18\x03 \x01(\r\"\'\n\x06\x46\x61iled\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"\x19\n\x04\x44one\x12\x11\n\tcommitted\x18\x01 \x01(\x08\x32\x65\n\nCacheStore\x12W\n\x05Hello\x12\'.slipstream.cache_store.v1.HelloRequest\x1a%.slipstream.cache_store.v1.HelloReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fslipstream/v1/cache_store.proto\x12\x19slipstream.cache_store.v1\"\xa3\x02\n\x0cHelloRequest\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x31\n\x06layout\x18\x04 \x01(\x0b\x32!.slipstream.cache_store.v1.Layout\x12\x35\n\x08geometry\x18\x05 \x01(\x0b\x32#.slipstream.cache_store.v1.Geometry\x12G\n\x08\x63hannels\x18\x06 \x03(\x0b\x32\x35.slipstream.cache_store.v1.HelloRequest.ChannelsEntry\x1a/\n\rChannelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"\xc3\x02\n\nHelloReply\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x31\n\x06layout\x18\x04 \x01(\x0b\x32!.slipstream.cache_store.v1.Layout\x12\x12\n\ncompatible\x18\x05 \x01(\x08\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12\x35\n\x08geometry\x18\x07 \x01(\x0b\x32#.slipstream.cache_store.v1.Geometry\x12\x45\n\x08\x63hannels\x18\x08 \x03(\x0b\x32\x33.slipstream.cache_store.v1.HelloReply.ChannelsEntry\x1a/\n\rChannelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"O\n\x0cProbeRequest\x12\x0f\n\x07\x63hannel\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\x0c\x12\r\n\x05nonce\x18\x03 \x01(\x0c\x12\x0e\n\x06target\x18\x04 \x01(\x04\".\n\nProbeReply\x12\x0f\n\x07payload\x18\x01 \x01(\x0c\x12\x0f\n\x07\x66\x61ilure\x18\x02 \x01(\t\"&\n\x08Geometry\x12\n\n\x02tp\x18\x01 \x01(\r\x12\x0e\n\x06stages\x18\x02 \x03(\r\"\x84\x01\n\x06Layout\x12\x0c\n\x04hash\x18\x01 \x01(\t\x12=\n\x06\x66ields\x18\x02 \x03(\x0b\x32-.slipstream.cache_store.v1.Layout.FieldsEntry\x1a-\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xaa\x03\n\x07\x43ontrol\x12/\n\x04open\x18\x01 \x01(\x0b\x32\x1f.slipstream.cache_store.v1.OpenH\x00\x12\x31\n\x05\x62\x65gin\x18\x02 \x01(\x0b\x32 .slipstream.cache_store.v1.BeginH\x00\x12\x31\n\x05ready\x18\x03 \x01(\x0b\x32 .slipstream.cache_store.v1.ReadyH\x00\x12/\n\x04\x62usy\x18\x04 \x01(\x0b\x32\x1f.slipstream.cache_store.v1.BusyH\x00\x12/\n\x04sent\x18\x05 \x01(\x0b\x32\x1f.slipstream.cache_store.v1.SentH\x00\x12\x35\n\x07handoff\x18\x06 \x01(\x0b\x32\".slipstream.cache_store.v1.HandoffH\x00\x12\x33\n\x06\x66\x61iled\x18\x07 \x01(\x0b\x32!.slipstream.cache_store.v1.FailedH\x00\x12/\n\x04\x64one\x18\x08 \x01(\x0b\x32\x1f.slipstream.cache_store.v1.DoneH\x00\x42\t\n\x07message\"\xe8\x01\n\x04Open\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x1a\n\x12\x63ompatibility_hash\x18\x04 \x01(\t\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x14\n\x0cremaining_ms\x18\x06 \x01(\r\x12\x35\n\x08geometry\x18\x07 \x01(\x0b\x32#.slipstream.cache_store.v1.Geometry\x12\x0c\n\x04rank\x18\x08 \x01(\r\x12\x0f\n\x07\x63hannel\x18\t \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\n \x01(\x0c\"F\n\x05\x42\x65gin\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x12\n\nnum_layers\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"W\n\x05Ready\x12\x39\n\ninvitation\x18\x01 \x01(\x0b\x32%.slipstream.cache_store.v1.Invitation\x12\x13\n\x0bhave_tokens\x18\x02 \x01(\r\"x\n\nInvitation\x12\x32\n\x07regions\x18\x01 \x03(\x0b\x32!.slipstream.cache_store.v1.Region\x12\x0e\n\x06\x62locks\x18\x02 \x03(\r\x12\x17\n\nstate_slot\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\r\n\x0b_state_slot\"F\n\x06Region\x12\x0c\n\x04\x62\x61se\x18\x01 \x01(\x04\x12\r\n\x05slots\x18\x02 \x01(\x04\x12\x12\n\nslot_bytes\x18\x03 \x01(\x04\x12\x0b\n\x03\x63ut\x18\x04 \x03(\x04\"\x16\n\x04\x42usy\x12\x0e\n\x06reason\x18\x01 \x01(\t\"3\n\x04Sent\x12\x10\n\x08kv_bytes\x18\x01 \x01(\x04\x12\x13\n\x0bstate_bytes\x18\x02 \x01(\x04J\x04\x08\x03\x10\x04\"\xdd\x01\n\x07Handoff\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x19\n\x11state_token_count\x18\x04 \x01(\r\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12\x32\n\x07\x63hoices\x18\x06 \x03(\x0b\x32!.slipstream.cache_store.v1.Choice\x12\x13\n\x0bmrope_delta\x18\x07 \x01(\x11\x12\x1b\n\x13mrope_last_position\x18\x08 \x03(\x11\"?\n\x06\x43hoice\x12\x13\n\x0b\x66irst_token\x18\x01 \x01(\r\x12\x10\n\x08\x66inished\x18\x02 \x01(\x08\x12\x0e\n\x06\x63hoice\x18\x03 \x01(\r\"\'\n\x06\x46\x61iled\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"\x19\n\x04\x44one\x12\x11\n\tcommitted\x18\x01 \x01(\x08\x32\xbe\x01\n\nCacheStore\x12W\n\x05Hello\x12\'.slipstream.cache_store.v1.HelloRequest\x1a%.slipstream.cache_store.v1.HelloReply\x12W\n\x05Probe\x12\'.slipstream.cache_store.v1.ProbeRequest\x1a%.slipstream.cache_store.v1.ProbeReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'slipstream.v1.cache_store_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_HELLOREQUEST_CHANNELSENTRY']._loaded_options = None
+  _globals['_HELLOREQUEST_CHANNELSENTRY']._serialized_options = b'8\001'
+  _globals['_HELLOREPLY_CHANNELSENTRY']._loaded_options = None
+  _globals['_HELLOREPLY_CHANNELSENTRY']._serialized_options = b'8\001'
   _globals['_LAYOUT_FIELDSENTRY']._loaded_options = None
   _globals['_LAYOUT_FIELDSENTRY']._serialized_options = b'8\001'
   _globals['_HELLOREQUEST']._serialized_start=63
-  _globals['_HELLOREQUEST']._serialized_end=232
-  _globals['_HELLOREPLY']._serialized_start=235
-  _globals['_HELLOREPLY']._serialized_end=438
-  _globals['_GEOMETRY']._serialized_start=440
-  _globals['_GEOMETRY']._serialized_end=478
-  _globals['_LAYOUT']._serialized_start=481
-  _globals['_LAYOUT']._serialized_end=613
-  _globals['_LAYOUT_FIELDSENTRY']._serialized_start=568
-  _globals['_LAYOUT_FIELDSENTRY']._serialized_end=613
-  _globals['_CONTROL']._serialized_start=616
-  _globals['_CONTROL']._serialized_end=1042
-  _globals['_OPEN']._serialized_start=1045
-  _globals['_OPEN']._serialized_end=1243
-  _globals['_BEGIN']._serialized_start=1245
-  _globals['_BEGIN']._serialized_end=1315
-  _globals['_READY']._serialized_start=1317
-  _globals['_READY']._serialized_end=1362
-  _globals['_BUSY']._serialized_start=1364
-  _globals['_BUSY']._serialized_end=1386
-  _globals['_SENT']._serialized_start=1388
-  _globals['_SENT']._serialized_end=1449
-  _globals['_HANDOFF']._serialized_start=1452
-  _globals['_HANDOFF']._serialized_end=1673
-  _globals['_CHOICE']._serialized_start=1675
-  _globals['_CHOICE']._serialized_end=1738
-  _globals['_FAILED']._serialized_start=1740
-  _globals['_FAILED']._serialized_end=1779
-  _globals['_DONE']._serialized_start=1781
-  _globals['_DONE']._serialized_end=1806
-  _globals['_CACHESTORE']._serialized_start=1808
-  _globals['_CACHESTORE']._serialized_end=1909
+  _globals['_HELLOREQUEST']._serialized_end=354
+  _globals['_HELLOREQUEST_CHANNELSENTRY']._serialized_start=307
+  _globals['_HELLOREQUEST_CHANNELSENTRY']._serialized_end=354
+  _globals['_HELLOREPLY']._serialized_start=357
+  _globals['_HELLOREPLY']._serialized_end=680
+  _globals['_HELLOREPLY_CHANNELSENTRY']._serialized_start=307
+  _globals['_HELLOREPLY_CHANNELSENTRY']._serialized_end=354
+  _globals['_PROBEREQUEST']._serialized_start=682
+  _globals['_PROBEREQUEST']._serialized_end=761
+  _globals['_PROBEREPLY']._serialized_start=763
+  _globals['_PROBEREPLY']._serialized_end=809
+  _globals['_GEOMETRY']._serialized_start=811
+  _globals['_GEOMETRY']._serialized_end=849
+  _globals['_LAYOUT']._serialized_start=852
+  _globals['_LAYOUT']._serialized_end=984
+  _globals['_LAYOUT_FIELDSENTRY']._serialized_start=939
+  _globals['_LAYOUT_FIELDSENTRY']._serialized_end=984
+  _globals['_CONTROL']._serialized_start=987
+  _globals['_CONTROL']._serialized_end=1413
+  _globals['_OPEN']._serialized_start=1416
+  _globals['_OPEN']._serialized_end=1648
+  _globals['_BEGIN']._serialized_start=1650
+  _globals['_BEGIN']._serialized_end=1720
+  _globals['_READY']._serialized_start=1722
+  _globals['_READY']._serialized_end=1809
+  _globals['_INVITATION']._serialized_start=1811
+  _globals['_INVITATION']._serialized_end=1931
+  _globals['_REGION']._serialized_start=1933
+  _globals['_REGION']._serialized_end=2003
+  _globals['_BUSY']._serialized_start=2005
+  _globals['_BUSY']._serialized_end=2027
+  _globals['_SENT']._serialized_start=2029
+  _globals['_SENT']._serialized_end=2080
+  _globals['_HANDOFF']._serialized_start=2083
+  _globals['_HANDOFF']._serialized_end=2304
+  _globals['_CHOICE']._serialized_start=2306
+  _globals['_CHOICE']._serialized_end=2369
+  _globals['_FAILED']._serialized_start=2371
+  _globals['_FAILED']._serialized_end=2410
+  _globals['_DONE']._serialized_start=2412
+  _globals['_DONE']._serialized_end=2437
+  _globals['_CACHESTORE']._serialized_start=2440
+  _globals['_CACHESTORE']._serialized_end=2630
 # @@protoc_insertion_point(module_scope)

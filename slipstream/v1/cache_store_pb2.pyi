@@ -22,11 +22,32 @@ DESCRIPTOR: _descriptor.FileDescriptor
 class HelloRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class ChannelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.bytes
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.bytes = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     REPLICA_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     GEOMETRY_FIELD_NUMBER: _builtins.int
+    CHANNELS_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     epoch: _builtins.int
     rank: _builtins.int
@@ -34,6 +55,10 @@ class HelloRequest(_message.Message):
     def layout(self) -> Global___Layout: ...
     @_builtins.property
     def geometry(self) -> Global___Geometry: ...
+    @_builtins.property
+    def channels(self) -> _containers.ScalarMap[_builtins.str, _builtins.bytes]:
+        """that the destination offers, with its address on each"""
+
     def __init__(
         self,
         *,
@@ -42,10 +67,11 @@ class HelloRequest(_message.Message):
         rank: _builtins.int = ...,
         layout: Global___Layout | None = ...,
         geometry: Global___Geometry | None = ...,
+        channels: _abc.Mapping[_builtins.str, _builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["geometry", b"geometry", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "geometry", b"geometry", "layout", b"layout", "rank", b"rank", "replica_id", b"replica_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["channels", b"channels", "epoch", b"epoch", "geometry", b"geometry", "layout", b"layout", "rank", b"rank", "replica_id", b"replica_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -55,6 +81,26 @@ Global___HelloRequest: _TypeAlias = HelloRequest  # noqa: Y015
 class HelloReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class ChannelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.bytes
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.bytes = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     REPLICA_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
@@ -62,6 +108,7 @@ class HelloReply(_message.Message):
     COMPATIBLE_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     GEOMETRY_FIELD_NUMBER: _builtins.int
+    CHANNELS_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     epoch: _builtins.int
     rank: _builtins.int
@@ -72,6 +119,10 @@ class HelloReply(_message.Message):
     def layout(self) -> Global___Layout: ...
     @_builtins.property
     def geometry(self) -> Global___Geometry: ...
+    @_builtins.property
+    def channels(self) -> _containers.ScalarMap[_builtins.str, _builtins.bytes]:
+        """that the source offers, with its address on each"""
+
     def __init__(
         self,
         *,
@@ -82,14 +133,70 @@ class HelloReply(_message.Message):
         compatible: _builtins.bool = ...,
         reason: _builtins.str = ...,
         geometry: Global___Geometry | None = ...,
+        channels: _abc.Mapping[_builtins.str, _builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["geometry", b"geometry", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compatible", b"compatible", "epoch", b"epoch", "geometry", b"geometry", "layout", b"layout", "rank", b"rank", "reason", b"reason", "replica_id", b"replica_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["channels", b"channels", "compatible", b"compatible", "epoch", b"epoch", "geometry", b"geometry", "layout", b"layout", "rank", b"rank", "reason", b"reason", "replica_id", b"replica_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HelloReply: _TypeAlias = HelloReply  # noqa: Y015
+
+@_typing.final
+class ProbeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHANNEL_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    NONCE_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    channel: _builtins.str
+    address: _builtins.bytes
+    """of the destination, on that channel"""
+    nonce: _builtins.bytes
+    """what must arrive, repeated"""
+    target: _builtins.int
+    """where, in the destination's memory"""
+    def __init__(
+        self,
+        *,
+        channel: _builtins.str = ...,
+        address: _builtins.bytes = ...,
+        nonce: _builtins.bytes = ...,
+        target: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "channel", b"channel", "nonce", b"nonce", "target", b"target"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProbeRequest: _TypeAlias = ProbeRequest  # noqa: Y015
+
+@_typing.final
+class ProbeReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAYLOAD_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    payload: _builtins.bytes
+    """the channel's, as in a data frame"""
+    failure: _builtins.str
+    """why it cannot be moved"""
+    def __init__(
+        self,
+        *,
+        payload: _builtins.bytes = ...,
+        failure: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "payload", b"payload"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ProbeReply: _TypeAlias = ProbeReply  # noqa: Y015
 
 @_typing.final
 class Geometry(_message.Message):
@@ -226,6 +333,8 @@ class Open(_message.Message):
     REMAINING_MS_FIELD_NUMBER: _builtins.int
     GEOMETRY_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
+    CHANNEL_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
     transfer_id: _builtins.str
     attempt: _builtins.int
     epoch: _builtins.int
@@ -235,6 +344,9 @@ class Open(_message.Message):
     remaining_ms: _builtins.int
     rank: _builtins.int
     """of the destination"""
+    channel: _builtins.str
+    address: _builtins.bytes
+    """of the destination, on that channel"""
     @_builtins.property
     def geometry(self) -> Global___Geometry:
         """of the destination: the same in every stream of an attempt"""
@@ -250,10 +362,12 @@ class Open(_message.Message):
         remaining_ms: _builtins.int = ...,
         geometry: Global___Geometry | None = ...,
         rank: _builtins.int = ...,
+        channel: _builtins.str = ...,
+        address: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["geometry", b"geometry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "compatibility_hash", b"compatibility_hash", "epoch", b"epoch", "geometry", b"geometry", "rank", b"rank", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "attempt", b"attempt", "channel", b"channel", "compatibility_hash", b"compatibility_hash", "epoch", b"epoch", "geometry", b"geometry", "rank", b"rank", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -290,25 +404,89 @@ Global___Begin: _TypeAlias = Begin  # noqa: Y015
 class Ready(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    LANDING_FIELD_NUMBER: _builtins.int
+    INVITATION_FIELD_NUMBER: _builtins.int
     HAVE_TOKENS_FIELD_NUMBER: _builtins.int
-    landing: _builtins.bytes
-    """where a one-sided channel may write; empty on grpc"""
     have_tokens: _builtins.int
     """of the prompt's beginning, whole blocks, that the destination has: their KV is not sent"""
+    @_builtins.property
+    def invitation(self) -> Global___Invitation:
+        """on a channel that writes into the destination's memory"""
+
     def __init__(
         self,
         *,
-        landing: _builtins.bytes = ...,
+        invitation: Global___Invitation | None = ...,
         have_tokens: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["invitation", b"invitation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["have_tokens", b"have_tokens", "landing", b"landing"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["have_tokens", b"have_tokens", "invitation", b"invitation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Ready: _TypeAlias = Ready  # noqa: Y015
+
+@_typing.final
+class Invitation(_message.Message):
+    """Where the prompt lands on the destination: cache_transfer/regions.py, tensors in the order of the stream."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REGIONS_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    STATE_SLOT_FIELD_NUMBER: _builtins.int
+    state_slot: _builtins.int
+    @_builtins.property
+    def regions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Region]: ...
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        regions: _abc.Iterable[Global___Region] | None = ...,
+        blocks: _abc.Iterable[_builtins.int] | None = ...,
+        state_slot: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_state_slot", b"_state_slot", "state_slot", b"state_slot"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_state_slot", b"_state_slot", "blocks", b"blocks", "regions", b"regions", "state_slot", b"state_slot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__state_slot: _TypeAlias = _typing.Literal["state_slot"]  # noqa: Y015
+    _WhichOneofArgType__state_slot: _TypeAlias = _typing.Literal["_state_slot", b"_state_slot"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__state_slot) -> _WhichOneofReturnType__state_slot | None: ...
+
+Global___Invitation: _TypeAlias = Invitation  # noqa: Y015
+
+@_typing.final
+class Region(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASE_FIELD_NUMBER: _builtins.int
+    SLOTS_FIELD_NUMBER: _builtins.int
+    SLOT_BYTES_FIELD_NUMBER: _builtins.int
+    CUT_FIELD_NUMBER: _builtins.int
+    base: _builtins.int
+    slots: _builtins.int
+    slot_bytes: _builtins.int
+    @_builtins.property
+    def cut(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """offset, bytes, offset, bytes ..."""
+
+    def __init__(
+        self,
+        *,
+        base: _builtins.int = ...,
+        slots: _builtins.int = ...,
+        slot_bytes: _builtins.int = ...,
+        cut: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "cut", b"cut", "slot_bytes", b"slot_bytes", "slots", b"slots"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Region: _TypeAlias = Region  # noqa: Y015
 
 @_typing.final
 class Busy(_message.Message):
@@ -335,21 +513,17 @@ class Sent(_message.Message):
 
     KV_BYTES_FIELD_NUMBER: _builtins.int
     STATE_BYTES_FIELD_NUMBER: _builtins.int
-    DIGEST_FIELD_NUMBER: _builtins.int
     kv_bytes: _builtins.int
     state_bytes: _builtins.int
-    digest: _builtins.bytes
-    """of what this stream carries: XXH3-128 over the per-tensor digests, in layout order"""
     def __init__(
         self,
         *,
         kv_bytes: _builtins.int = ...,
         state_bytes: _builtins.int = ...,
-        digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "kv_bytes", b"kv_bytes", "state_bytes", b"state_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_bytes", b"kv_bytes", "state_bytes", b"state_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

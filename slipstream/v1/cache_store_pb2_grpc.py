@@ -34,7 +34,7 @@ class CacheStoreStub:
     carries from the two geometries (cache_transfer/plan.py).
     destination: Open                        source: Begin
     destination: Ready | Busy                source: data* , Handoff (between the ranks 0 only), Sent | Failed
-    destination: Done | Failed
+    destination: Done | Failed | Busy (this attempt is given up, another may come)
     """
 
     def __init__(self, channel):
@@ -48,6 +48,11 @@ class CacheStoreStub:
                 request_serializer=slipstream_dot_v1_dot_cache__store__pb2.HelloRequest.SerializeToString,
                 response_deserializer=slipstream_dot_v1_dot_cache__store__pb2.HelloReply.FromString,
                 _registered_method=True)
+        self.Probe = channel.unary_unary(
+                '/slipstream.cache_store.v1.CacheStore/Probe',
+                request_serializer=slipstream_dot_v1_dot_cache__store__pb2.ProbeRequest.SerializeToString,
+                response_deserializer=slipstream_dot_v1_dot_cache__store__pb2.ProbeReply.FromString,
+                _registered_method=True)
 
 
 class CacheStoreServicer:
@@ -59,11 +64,18 @@ class CacheStoreServicer:
     carries from the two geometries (cache_transfer/plan.py).
     destination: Open                        source: Begin
     destination: Ready | Busy                source: data* , Handoff (between the ranks 0 only), Sent | Failed
-    destination: Done | Failed
+    destination: Done | Failed | Busy (this attempt is given up, another may come)
     """
 
     def Hello(self, request, context):
         """Once per rank pair: a mismatch of layouts is found and named here, before any request depends on it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Probe(self, request, context):
+        """Moves one small block by a channel that both sides offer, the way that a Transfer would: what does not work is found here.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -76,6 +88,11 @@ def add_CacheStoreServicer_to_server(servicer, server):
                     servicer.Hello,
                     request_deserializer=slipstream_dot_v1_dot_cache__store__pb2.HelloRequest.FromString,
                     response_serializer=slipstream_dot_v1_dot_cache__store__pb2.HelloReply.SerializeToString,
+            ),
+            'Probe': grpc.unary_unary_rpc_method_handler(
+                    servicer.Probe,
+                    request_deserializer=slipstream_dot_v1_dot_cache__store__pb2.ProbeRequest.FromString,
+                    response_serializer=slipstream_dot_v1_dot_cache__store__pb2.ProbeReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -94,7 +111,7 @@ class CacheStore:
     carries from the two geometries (cache_transfer/plan.py).
     destination: Open                        source: Begin
     destination: Ready | Busy                source: data* , Handoff (between the ranks 0 only), Sent | Failed
-    destination: Done | Failed
+    destination: Done | Failed | Busy (this attempt is given up, another may come)
     """
 
     @staticmethod
@@ -114,6 +131,33 @@ class CacheStore:
             '/slipstream.cache_store.v1.CacheStore/Hello',
             slipstream_dot_v1_dot_cache__store__pb2.HelloRequest.SerializeToString,
             slipstream_dot_v1_dot_cache__store__pb2.HelloReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Probe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/slipstream.cache_store.v1.CacheStore/Probe',
+            slipstream_dot_v1_dot_cache__store__pb2.ProbeRequest.SerializeToString,
+            slipstream_dot_v1_dot_cache__store__pb2.ProbeReply.FromString,
             options,
             channel_credentials,
             insecure,

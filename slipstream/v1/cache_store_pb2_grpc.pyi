@@ -35,7 +35,7 @@ class CacheStoreStub:
     carries from the two geometries (cache_transfer/plan.py).
       destination: Open                        source: Begin
       destination: Ready | Busy                source: data* , Handoff (between the ranks 0 only), Sent | Failed
-      destination: Done | Failed
+      destination: Done | Failed | Busy (this attempt is given up, another may come)
     """
 
     @_typing.overload
@@ -44,6 +44,8 @@ class CacheStoreStub:
     def __new__(cls, channel: _aio.Channel) -> CacheStoreAsyncStub: ...
     Hello: _grpc.UnaryUnaryMultiCallable[_cache_store_pb2.HelloRequest, _cache_store_pb2.HelloReply]
     """Once per rank pair: a mismatch of layouts is found and named here, before any request depends on it."""
+    Probe: _grpc.UnaryUnaryMultiCallable[_cache_store_pb2.ProbeRequest, _cache_store_pb2.ProbeReply]
+    """Moves one small block by a channel that both sides offer, the way that a Transfer would: what does not work is found here."""
 
 @_typing.type_check_only
 class CacheStoreAsyncStub(CacheStoreStub):
@@ -55,12 +57,14 @@ class CacheStoreAsyncStub(CacheStoreStub):
     carries from the two geometries (cache_transfer/plan.py).
       destination: Open                        source: Begin
       destination: Ready | Busy                source: data* , Handoff (between the ranks 0 only), Sent | Failed
-      destination: Done | Failed
+      destination: Done | Failed | Busy (this attempt is given up, another may come)
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Hello: _aio.UnaryUnaryMultiCallable[_cache_store_pb2.HelloRequest, _cache_store_pb2.HelloReply]  # type: ignore[assignment]
     """Once per rank pair: a mismatch of layouts is found and named here, before any request depends on it."""
+    Probe: _aio.UnaryUnaryMultiCallable[_cache_store_pb2.ProbeRequest, _cache_store_pb2.ProbeReply]  # type: ignore[assignment]
+    """Moves one small block by a channel that both sides offer, the way that a Transfer would: what does not work is found here."""
 
 class CacheStoreServicer(metaclass=_abc_1.ABCMeta):
     """Served by every rank. `Transfer` is a bidirectional stream of raw frames (cache_transfer/frames.py): a Control message
@@ -71,7 +75,7 @@ class CacheStoreServicer(metaclass=_abc_1.ABCMeta):
     carries from the two geometries (cache_transfer/plan.py).
       destination: Open                        source: Begin
       destination: Ready | Busy                source: data* , Handoff (between the ranks 0 only), Sent | Failed
-      destination: Done | Failed
+      destination: Done | Failed | Busy (this attempt is given up, another may come)
     """
 
     @_abc_1.abstractmethod
@@ -81,5 +85,13 @@ class CacheStoreServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cache_store_pb2.HelloReply, _abc.Awaitable[_cache_store_pb2.HelloReply]]:
         """Once per rank pair: a mismatch of layouts is found and named here, before any request depends on it."""
+
+    @_abc_1.abstractmethod
+    def Probe(
+        self,
+        request: _cache_store_pb2.ProbeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cache_store_pb2.ProbeReply, _abc.Awaitable[_cache_store_pb2.ProbeReply]]:
+        """Moves one small block by a channel that both sides offer, the way that a Transfer would: what does not work is found here."""
 
 def add_CacheStoreServicer_to_server(servicer: CacheStoreServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

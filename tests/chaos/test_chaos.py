@@ -1,6 +1,6 @@
-"""A whole deployment under 200 requests while three of its processes are killed or stopped: no wrong token, nothing left over.
+"""A whole deployment under load while three of its processes are killed or stopped: no wrong token, nothing left over.
 
-`CHAOS_SEED` chooses who is hit when, and what is asked; a failure names it.
+`CHAOS_SEED` chooses who is hit when, and what is asked; a failure names it. `CHAOS_CHANNEL`: the channel that is sick.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import re
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,29 @@ from tests.support.traffic import Ask, Choice, Reply, asks, send, until_healthy
 from tests.support.worker_client import pair
 
 SEED = int(os.environ.get("CHAOS_SEED", "0"))
-REQUESTS = 200
+CHANNEL = os.environ.get("CHAOS_CHANNEL", "grpc")
 IN_FLIGHT = 10
 RECOVERY_SECONDS = 60
 REPLICAS = {"prefill": 2, "decode": 2}
 
 pytestmark = pytest.mark.deployment
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weather:
+    """How bad it is."""
+
+    requests: int
+    leave: float
+    """Share of clients that go away before the end."""
+    settings: tuple[str, ...] = ()
+
+
+CALM = Weather(requests=200, leave=0.1)
+SICK = Weather(requests=500, leave=0.2, settings=(
+    f"transfer.channel={CHANNEL}", f"transfer.faults.seed={SEED}", "transfer.frame_bytes=65536",
+    "transfer.faults.delay_seconds=0.02",
+    *(f"transfer.faults.{kind}=0.01" for kind in ("drop", "duplicate", "corrupt", "cut"))))
 
 
 class Victims:
@@ -52,9 +70,10 @@ class Victims:
 class Client:
     """Asks, and compares what comes with what is right."""
 
-    def __init__(self, url: str, rng: random.Random) -> None:
+    def __init__(self, url: str, rng: random.Random, leave: float) -> None:
         self._http = httpx.AsyncClient(base_url=url, timeout=90, limits=httpx.Limits(max_keepalive_connections=0))
         self._rng = rng
+        self._leave = leave
         self._right: dict[str, Reply] = {}
         self.begun = 0
         self.wrong: list[str] = []
@@ -75,9 +94,9 @@ class Client:
         await asyncio.gather(*(one(ask) for ask in kinds))
 
     async def ask(self, kinds: list[Ask]) -> None:
-        """One request of any kind; one in ten leaves before the end. What was refused before it began, or lost with its router,
+        """One request of any kind; some leave before the end. What was refused before it began, or lost with its router,
         is asked again, as the official client does."""
-        ask, stream, leaves = self._rng.choice(kinds), self._rng.random() < 0.6, self._rng.random() < 0.1
+        ask, stream, leaves = self._rng.choice(kinds), self._rng.random() < 0.6, self._rng.random() < self._leave
         self.begun += 1
         for _ in range(100):
             try:
@@ -136,11 +155,11 @@ def descriptors(pid: int) -> Counter[str]:
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[Command]:
+def served(weather: Weather, tmp_path: Path) -> Iterator[Command]:
     pools = [f"pools.{role}.{key}={value}" for role, count in REPLICAS.items()
              for key, value in (("role", role), ("replicas", count), ("cpus", 0.1))]
     settings = [*pools, "router.port=0", "router.cpus=0.1", "ray.unresponsive_seconds=6", f"ray.log_dir={tmp_path / 'logs'}",
-                "router.worker_silence_seconds=3", "transfer.lease_seconds=5", "engine.kv_cache_tokens=6000"]
+                "router.worker_silence_seconds=3", "transfer.lease_seconds=5", "engine.kv_cache_tokens=6000", *weather.settings]
     command = Command(["serve", *(part for setting in settings for part in ("--set", setting))])
     yield command
     command.clean_up()
@@ -166,22 +185,24 @@ async def settled(client: Client, victims: Victims, before: dict[str, int]) -> N
 
 
 @pytest.mark.timeout(300)
-async def test_three_failures_among_two_hundred_requests(served: Command, tmp_path: Path) -> None:
+@pytest.mark.parametrize("weather", [pytest.param(CALM, id="calm"), pytest.param(SICK, id="sick")])
+async def test_three_failures_among_many_requests(weather: Weather, served: Command, tmp_path: Path) -> None:
+    """Where the channel is sick as well, a request that failed too often may end with a typed error; none has a wrong token."""
     rng = random.Random(SEED)
     url = (await asyncio.to_thread(served.wait_for, r"ready at (http://\S+);"))[1]
-    client, victims, kinds = Client(url, rng), Victims(served), asks()
+    client, victims, kinds = Client(url, rng, weather.leave), Victims(served), asks()
     await client.learn(kinds)
     await settled(client, victims, {})
     before = {name: descriptors(victims.pid(name)).total() for name in [*workers(), "router-0"]}
 
     chosen = [(name, signal.SIGKILL if name == "router-0" else rng.choice([signal.SIGKILL, signal.SIGSTOP]))
               for name in rng.sample(["router-0", *workers()], 3)]
-    moments = sorted(rng.sample(range(10, REQUESTS - 40), 3))
+    moments = sorted(rng.sample(range(10, weather.requests - 40), 3))
     numbers = itertools.count()
     recovering: list[asyncio.Task[None]] = []
 
     async def user() -> None:
-        while (number := next(numbers)) < REQUESTS:
+        while (number := next(numbers)) < weather.requests:
             for moment, (name, what) in zip(moments, chosen, strict=True):
                 if number == moment:
                     os.kill(victims.pid(name), what)
@@ -190,10 +211,14 @@ async def test_three_failures_among_two_hundred_requests(served: Command, tmp_pa
 
     await asyncio.gather(*(user() for _ in range(IN_FLIGHT)))
     await asyncio.gather(*recovering)
-    story = f"seed {SEED}: {list(zip(moments, chosen, strict=True))}, {dict(client.seen)}"
+    story = (f"seed {SEED}: {list(zip(moments, chosen, strict=True))}, {dict(client.seen)}, "
+             f"{len(client.errors)} of {weather.requests} ended with an error")
     print(story)
     assert not client.wrong, f"{story}\n" + "\n".join(client.wrong)
-    assert not client.errors, f"{story}\n" + "\n".join(client.errors)
+    if weather is CALM:
+        assert not client.errors, f"{story}\n" + "\n".join(client.errors)
+    else:
+        assert len(client.errors) < weather.requests / 20, f"{story}\n" + "\n".join(client.errors)
     await client.until_healthy()
     await settled(client, victims, before)
     await client.close()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from cache_transfer.memory import Landing
+from cache_transfer.regions import Landing
 from slipstream.errors import (
     CancelledError,
     ContextLengthError,

@@ -15,9 +15,9 @@ import grpc.aio
 import pytest
 import torch
 
+from cache_transfer.channels.base import Buffer
 from cache_transfer.channels.grpc import InlineChannel
-from cache_transfer.frames import Range
-from cache_transfer.memory import CacheMemory, Landing
+from cache_transfer.spans import Spans
 from slipstream.errors import CancelledError, ContextLengthError, DeadlineError, SlipstreamError, TransferError
 from slipstream.rpc.server import listen
 from tests.support import transfer_rig
@@ -25,7 +25,7 @@ from tests.support.transfer_site import PATIENCE_SECONDS, PLACE, TOKENS, Countin
 
 
 class BrokenChannel(InlineChannel):
-    def pack(self, memory: CacheMemory, where: Landing, ranges: Sequence[Range]) -> bytes:
+    async def send(self, to: bytes, source: Spans, target: Spans) -> Sequence[Buffer]:
         raise ValueError("a bug")
 
 

@@ -11,15 +11,17 @@ import grpc.aio
 import pytest
 
 from cache_transfer import frames
-from cache_transfer.channels.faults import FaultyChannel
 from cache_transfer.channels.grpc import InlineChannel
-from cache_transfer.frames import Range
-from cache_transfer.memory import Landing
-from slipstream.errors import CoverageError, ProtocolError
+from cache_transfer.layout import Range
+from cache_transfer.load import given
+from cache_transfer.regions import Landing
+from slipstream.errors import CoverageError, ProtocolError, TransferError
+from slipstream.rpc.security import Security
 from slipstream.rpc.server import listen, new_server
 from slipstream.v1 import cache_store_pb2 as pb
 from tests.support import transfer_rig
-from tests.support.transfer_site import destination, handoff, serving
+from tests.support.damage import Damaging
+from tests.support.transfer_site import Site, destination, handoff, serving
 
 LAYOUT = transfer_rig.layout()
 KV, CONV = 4, 0  # tensors of the rig's layout
@@ -30,7 +32,7 @@ ROW = LAYOUT.tensors[KV].unit_bytes
 
 
 def data(*ranges: Range, payload: int) -> bytes:
-    return frames.data_header(ranges) + bytes(payload)
+    return frames.data_header(ranges, None) + bytes(payload)
 
 
 HANDOFF = frames.control(handoff=frames.handoff_to_pb(handoff(TOKENS)))
@@ -38,8 +40,10 @@ SENT = frames.control(sent=pb.Sent())
 TWICE = frames.handoff_to_pb(handoff(TOKENS))
 TWICE.choices.add(choice=0, first_token=9)
 
-RUBBISH = [b"", b"\x02", b"\x00\xff\xff", b"\x01", b"\x01\xff\xff\xff\xff", b"\x01\x01\x00\x00\x00",
+RUBBISH = [b"", b"\x02", b"\x00\xff\xff", b"\x01", b"\x01" + bytes(9) + b"\xff\xff\xff\xff",
+           b"\x01" + bytes(9) + b"\x01\x00\x00\x00", b"\x01\x02" + bytes(12),
            data(Range(KV, 0, 4), payload=4 * ROW), frames.control(),
+           frames.control(ready=pb.Ready(have_tokens=(1 << 32) - 4)),
            frames.control(begin=pb.Begin()), frames.control(open=pb.Open()), frames.control(sent=pb.Sent())]
 
 
@@ -56,7 +60,7 @@ async def test_rubbish_from_a_destination_fails_its_own_prompt_only(when: str, r
             call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(f"/{frames.SERVICE}/Transfer")()
             if when != "first":
                 await call.write(frames.control(open=pb.Open(transfer_id="t", epoch=1, request_id="r", remaining_ms=20_000,
-                                                             compatibility_hash=LAYOUT.hash)))
+                                                             channel="grpc", compatibility_hash=LAYOUT.hash)))
                 assert await told(call) == "begin"
             if when == "after Ready":
                 await call.write(frames.control(ready=pb.Ready()))
@@ -84,15 +88,15 @@ async def told(call: grpc.aio.StreamStreamCall[bytes, bytes]) -> str:
 
 
 @asynccontextmanager
-async def scripted(script: Sequence[bytes], heard: list[str]) -> AsyncIterator[str]:
+async def scripted(script: Sequence[bytes], heard: list[str], tokens: int = TOKENS) -> AsyncIterator[str]:
     """A source that says all the right words up to Ready, and then these; `heard`: what the destination says to it."""
     async def hello(request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
-        return pb.HelloReply(replica_id="p0", epoch=1, compatible=True,
+        return pb.HelloReply(replica_id="p0", epoch=1, compatible=True, channels={"grpc": b""},
                              layout=pb.Layout(hash=LAYOUT.hash, fields=LAYOUT.fields())).SerializeToString()
 
     async def transfer(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
         await anext(requests)
-        await context.write(frames.control(begin=pb.Begin(num_tokens=TOKENS)))
+        await context.write(frames.control(begin=pb.Begin(num_tokens=tokens)))
         await anext(requests)
         for frame in script:
             await context.write(frame)
@@ -140,25 +144,47 @@ async def test_rubbish_from_a_source_is_refused_before_it_lands(script: list[byt
     assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
 
 
+async def test_a_source_cannot_announce_more_than_the_router_told() -> None:
+    async with scripted([], [], tokens=(1 << 32) - 1) as address, destination(address) as here:
+        with pytest.raises(ProtocolError, match="sends 4294967295 tokens; rank 0 was told 17"):
+            await here.loader.load([address], transfer_id="t", attempt=0, source_epoch=1, request_id="r", remaining_seconds=20,
+                                   admit=given(HERE, TOKENS))
+
+
+async def test_a_destination_opens_what_was_announced_by_its_id_and_request_only() -> None:
+    async with serving(lease_seconds=0.3) as site, destination(site.address) as here:
+        _, log = site.prompt("announced", TOKENS)
+        for name, request in (("announced", "another"), ("announced/", "r"), ("", "r")):
+            with pytest.raises(TransferError):
+                await here.load(name, where=HERE, request=request)
+        assert log.heard in ([], ["failed"]), "its lease runs, and nobody has come"
+
+
+async def test_a_destination_without_the_token_gets_no_hello() -> None:
+    trusted = Security(token="the token of the source")
+    server, site = new_server(trusted), Site(InlineChannel())
+    site.store.add_to(server)
+    async with destination(await listen(server, "127.0.0.1:0", trusted)) as here:
+        site.prompt("t", TOKENS)
+        with pytest.raises(TransferError, match=r"UNAUTHENTICATED .*security\.token_file"):
+            await here.load("t", seconds=3)
+    await server.stop(None)
+
+
 async def test_a_bit_that_flips_in_any_frame_is_never_committed() -> None:
     """Also of one layer among several whose other layers arrived whole."""
-    packed, broken = 0, -1
-
-    def damage(number: int, frame: bytes) -> bytes:
-        nonlocal packed
-        packed += 1
-        return frame[:-1] + bytes((frame[-1] ^ 0x10,)) if packed == broken else frame
-
-    async with serving(FaultyChannel(InlineChannel(), damage), frame_bytes=1500) as site, destination(site.address) as here:
+    broken = -1
+    channel = Damaging(lambda number: number == broken)
+    async with serving(channel, frame_bytes=1500) as site, destination(site.address) as here:
         site.compute(site.prompt("whole", TOKENS)[0], TOKENS)
         await (await here.load("whole")).close(committed=True)
-        frames_of_a_prompt = packed
+        frames_of_a_prompt = channel.sent
         assert frames_of_a_prompt > 4
-        for broken in range(1, frames_of_a_prompt + 1):
-            packed = 0
+        for broken in range(frames_of_a_prompt):
+            channel.sent = 0
             transfer, log = site.prompt(f"t{broken}", TOKENS)
             site.compute(transfer, TOKENS)
-            with pytest.raises(CoverageError, match="digest"):
+            with pytest.raises(CoverageError, match="checksum"):
                 await here.load(f"t{broken}")
             await log.until("ready", "failed")
         assert site.store.open_transfers == 0

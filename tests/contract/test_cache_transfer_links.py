@@ -13,7 +13,9 @@ import grpc.aio
 import pytest
 
 from cache_transfer import frames
+from cache_transfer.channels.grpc import InlineChannel
 from cache_transfer.links import Link, Links
+from cache_transfer.paths import Paths
 from slipstream.errors import IncompatibleError, ProtocolError, TransferError
 from slipstream.rpc.server import listen, new_server
 from slipstream.v1 import cache_store_pb2 as pb
@@ -47,7 +49,7 @@ class Sockets:
 
 @asynccontextmanager
 async def linked(**arguments: float) -> AsyncIterator[Links]:
-    links = Links(HELLO, LAYOUT, connect_seconds=5.0, **arguments)  # type: ignore[arg-type]
+    links = Links(HELLO, LAYOUT, Paths([InlineChannel()]), connect_seconds=5.0, **arguments)  # type: ignore[arg-type]
     try:
         yield links
     finally:
@@ -148,13 +150,14 @@ async def test_a_hello_is_shared_and_outlives_the_one_who_asked_first() -> None:
         assert len(links) == 1
 
 
-@pytest.mark.parametrize("change", [{"kv_dtype": "bfloat16"}, {"memory_order": "kv[block,k|v,head,token,channel]"},
+@pytest.mark.parametrize("change", [{"kv_dtype": "bfloat16"}, {"memory_order": "kv[block,k|v,token,head,channel]"},
                                     {"weights_revision": "w2"}])
 async def test_a_destination_of_another_layout_is_refused_and_the_source_serves_on(change: dict[str, str]) -> None:
     (name, theirs), = change.items()
     other = replace(LAYOUT, **change)  # type: ignore[arg-type]
     async with serving() as site, destination(site.address) as here:
-        links = Links(pb.HelloRequest(layout=pb.Layout(fields=other.fields())), other, connect_seconds=5.0)
+        links = Links(pb.HelloRequest(layout=pb.Layout(fields=other.fields())), other, Paths([InlineChannel()]),
+                      connect_seconds=5.0)
         with pytest.raises(IncompatibleError) as error:
             async with links.use(site.address, 1):
                 pass

@@ -17,11 +17,9 @@ import pytest
 import torch
 
 from cache_transfer import frames, plan
-from cache_transfer.channels.faults import FaultyChannel
-from cache_transfer.channels.grpc import InlineChannel
 from cache_transfer.links import Call
 from cache_transfer.load import given
-from cache_transfer.memory import Landing
+from cache_transfer.regions import Landing
 from slipstream.errors import (
     BusyError,
     CancelledError,
@@ -35,6 +33,7 @@ from slipstream.sharding import Geometry
 from slipstream.types import AttentionLayer
 from slipstream.v1 import cache_store_pb2 as pb
 from tests.support import transfer_rig
+from tests.support.damage import Damaging
 from tests.support.transfer_gang import Decode, Prefill, decode, landed, prefill
 
 LAYOUT = transfer_rig.layout()
@@ -216,14 +215,14 @@ async def test_a_higher_attempt_of_any_rank_supersedes_all_streams_of_the_lower_
 
 @pytest.mark.parametrize("broken", [0, 1])
 async def test_damage_by_one_source_rank_fails_the_whole_load(broken: int) -> None:
-    damaged = FaultyChannel(InlineChannel(), lambda n, frame: frame[:-1] + bytes((frame[-1] ^ 1,)) if n == 0 else frame)
+    damaged = Damaging()
     async with prefill(TP2, channels={broken: damaged}) as there, decode(ONE) as here:
         prompt = there.prompt("t", TOKENS, AT)
         loads = here.load(there.addresses, "t", TOKENS, TO)
         for _, log in prompt:
             await log.until("ready")
         await there.compute(prompt, [TOKENS])
-        with pytest.raises(CoverageError, match="digest"):
+        with pytest.raises(CoverageError, match="checksum"):
             await loads[0]
         await prompt[broken][1].until("ready", "failed")
         await prompt[1 - broken][1].until("ready", "parked: the destination was lost")
@@ -269,7 +268,7 @@ async def test_ranks_and_geometries_that_do_not_fit_are_named() -> None:
             told = pb.HelloRequest(replica_id="d", rank=rank, geometry=frames.geometry_to_pb(geometry),
                                    layout=pb.Layout(fields=LAYOUT.fields()))
             opened = pb.Open(transfer_id="t", epoch=1, request_id="r", compatibility_hash=LAYOUT.hash, remaining_ms=5000,
-                             geometry=told.geometry, rank=rank)
+                             channel="grpc", geometry=told.geometry, rank=rank)
             async with grpc.aio.insecure_channel(there.addresses[0]) as channel:
                 hello: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(f"/{frames.SERVICE}/Hello")
                 reply = pb.HelloReply.FromString(await hello(told.SerializeToString()))

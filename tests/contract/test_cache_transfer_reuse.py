@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cache_transfer.handoff import HandoffChoice
 from cache_transfer.layout import CacheLayout, Kind
-from cache_transfer.memory import Landing
+from cache_transfer.regions import Landing
 from cache_transfer.source import SourceTransfer
 from slipstream.errors import BusyError, ProtocolError
 from slipstream.types import AttentionLayer, LayerSpec, LinearLayer
@@ -94,7 +94,7 @@ def expected(case: Case, held: dict[str, Tensor], before: dict[str, Tensor], whe
             continue
         for token in range(where.have_tokens, case.tokens):
             block, row = where.blocks[token // case.layout.block_size], token % case.layout.block_size
-            found[spec.name][block, :, row] = rows[spec.name][token]
+            found[spec.name][block, :, :, row] = rows[spec.name][token]
     return found
 
 
@@ -120,7 +120,7 @@ class Prefill:
                 continue
             for token in range(first, end):
                 block, row = where.blocks[token // size], token % size
-                held[block, :, row] = truth[block, :, row] if final else float(token)
+                held[block, :, :, row] = truth[block, :, :, row] if final else float(token)
 
     async def publish(self, transfer: SourceTransfer, steps: int) -> None:
         """Go on until so many steps are done in all."""

@@ -91,10 +91,10 @@ def copy_state(source: Engine, blocks: Sequence[int], slot: int | None, target: 
     for ours, theirs in zip(source.caches, target.caches, strict=True):
         if isinstance(ours, AttentionCache):
             assert isinstance(theirs, AttentionCache)
-            size = ours.kv.shape[2]
+            size = ours.kv.shape[3]
             for row in range(landing.have_tokens, rows):
                 there = landing.blocks[row // size]
-                theirs.kv[there, :, row % size] = ours.kv[blocks[row // size], :, row % size]
+                theirs.kv[there, :, :, row % size] = ours.kv[blocks[row // size], :, :, row % size]
         else:
             assert isinstance(theirs, LinearCache)
             assert slot is not None

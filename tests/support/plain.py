@@ -44,7 +44,7 @@ class Plain:
         self.table = [int(block) for block in order]
         for layer in self.model.comm.shard.specs(self.checkpoint.layers):
             if isinstance(layer, AttentionLayer):
-                shape = (self.blocks, 2, BLOCK_SIZE, layer.kv_heads, layer.head_size)
+                shape = (self.blocks, layer.kv_heads, 2, BLOCK_SIZE, layer.head_size)
                 self.caches.append(AttentionCache(kv=torch.full(shape, POISON, dtype=dtype)))
                 continue
             self.caches.append(LinearCache(

@@ -94,7 +94,7 @@ def part_of(cache: LayerCache, layer: LayerSpec, shard: Shard) -> list[Tensor]:
     """What a rank must hold of one layer's whole cache."""
     if isinstance(layer, AttentionLayer):
         assert isinstance(cache, AttentionCache)
-        return [cache.kv[:, :, :, list(heads_of(layer.kv_heads, shard.tp, shard.tp_rank))]]
+        return [cache.kv[:, list(heads_of(layer.kv_heads, shard.tp, shard.tp_rank))]]
     assert isinstance(cache, LinearCache)
     keys, values = (list(heads_of(heads, shard.tp, shard.tp_rank)) for heads in (layer.key_heads, layer.value_heads))
     q, k, v = (segment.contiguous() for segment in torch.split(cache.conv, list(layer.conv_segments), 1))

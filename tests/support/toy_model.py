@@ -116,15 +116,15 @@ class ToyModel:
             cache.recurrent[slot, 0, 0, 0] = state
 
     def _attention(self, batch: ForwardBatch, cache: AttentionCache, values: Tensor, sums: dict[int, int]) -> None:
-        size = cache.kv.shape[2]
+        size = cache.kv.shape[3]
         for row, place in enumerate(batch.slot_mapping.tolist()):
-            cache.kv[place // size, 0, place % size, 0, 0] = float(values[row])
-            cache.kv[place // size, 1, place % size, 0, :3] = batch.positions[row].float()
+            cache.kv[place // size, 0, 0, place % size, 0] = float(values[row])
+            cache.kv[place // size, 0, 1, place % size, :3] = batch.positions[row].float()
         row = 0
         for s, (query, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
             checksum, table = 0, batch.block_tables[s].tolist()
             for at in range(context + query):
-                key, value = cache.kv[table[at // size], :, at % size, 0]
+                key, value = cache.kv[table[at // size], 0, :, at % size]
                 checksum = _mix(checksum, int(key[0]), [int(axis) for axis in value[:3]])
             last = row + query - 1
             sums[last] = sums.get(last, 0) + 2 * checksum

@@ -11,13 +11,13 @@ import asyncio
 import json
 import sys
 
-from cache_transfer.channels.base import Channel, choose
-from cache_transfer.channels.faults import FaultyChannel
 from cache_transfer.handoff import Handoff, HandoffChoice
 from cache_transfer.layout import whole
 from cache_transfer.memory import CacheMemory
+from cache_transfer.paths import Paths, open_paths
 from cache_transfer.source import SourceTransfer
 from cache_transfer.store import CacheStore
+from slipstream import typed
 from slipstream.config import TransferConfig
 from slipstream.errors import CancelledError, SlipstreamError
 from slipstream.rpc.server import listen, new_server
@@ -46,14 +46,10 @@ class Listener:
         say(event="failed", id=self.name, code=error.code)
 
 
-def damage(kind: str) -> Channel:
-    """`corrupt`: flip the last byte of the first frame; `short`: leave it out."""
-    inner = choose("grpc")
-    if kind == "corrupt":
-        return FaultyChannel(inner, lambda n, frame: frame[:-1] + bytes((frame[-1] ^ 1,)) if n == 0 else frame)
-    if kind == "short":
-        return FaultyChannel(inner, lambda n, frame: frame[:-1] if n == 0 else frame)
-    return inner
+def paths(arguments: dict[str, object], memory: CacheMemory) -> Paths:
+    """The channels that the test names."""
+    named = typed.build(TransferConfig, {"frame_bytes": 4096, **arguments.get("transfer", {})}, "transfer", "the test")  # type: ignore[dict-item]
+    return open_paths(named, memory.extent, process=f"p{memory.shard.rank}")
 
 
 async def compute(transfer: SourceTransfer, command: dict[str, object], layers: int) -> None:
@@ -83,8 +79,8 @@ async def main(arguments: dict[str, object]) -> None:
     shard = transfer_rig.rank_of(arguments) or whole(layout)
     held = transfer_rig.tensors(layout, seed=int(str(arguments.get("seed", 1))))
     memory = CacheMemory(layout, transfer_rig.cut(layout, held, shard), shard)
-    config = TransferConfig(lease_seconds=float(str(arguments.get("lease", 5.0))), frame_bytes=4096)
-    store = CacheStore(memory, damage(str(arguments.get("damage", ""))), replica_id="p0",
+    config = TransferConfig(lease_seconds=float(str(arguments.get("lease", 5.0))))
+    store = CacheStore(memory, paths(arguments, memory), replica_id="p0",
                        epoch=int(str(arguments.get("epoch", 1))), rank=shard.rank, config=config)
     server = new_server()
     store.add_to(server)

@@ -6,16 +6,18 @@ import asyncio
 import json
 import sys
 
-from cache_transfer.channels.base import choose
 from cache_transfer.load import CacheLoader
-from cache_transfer.memory import Landing
+from cache_transfer.paths import open_paths
+from cache_transfer.regions import Landing
 from slipstream.config import TransferConfig
 from tests.support import transfer_rig
 
 
 async def main(address: str, name: str, blocks: list[int], slot: int, seconds: float = 60.0, **rank: object) -> None:
     memory, _ = transfer_rig.destination(transfer_rig.layout(), transfer_rig.rank_of(rank))
-    loader = CacheLoader(memory, choose("grpc"), replica_id="d1", epoch=1, rank=memory.shard.rank, config=TransferConfig())
+    config = TransferConfig(channel="grpc")
+    loader = CacheLoader(memory, open_paths(config, memory.extent, process="d1"), replica_id="d1", epoch=1,
+                         rank=memory.shard.rank, config=config)
 
     async def admit(num_tokens: int) -> Landing:
         return Landing(blocks=tuple(blocks), state_slot=slot)

@@ -12,7 +12,7 @@ from cache_transfer.channels.base import Channel
 from cache_transfer.handoff import HandoffChoice
 from cache_transfer.layout import CacheLayout
 from cache_transfer.load import Admit, Loaded, given
-from cache_transfer.memory import Landing
+from cache_transfer.regions import Landing
 from cache_transfer.source import SourceTransfer
 from slipstream.sharding import Geometry, Shard
 from tests.support import transfer_rig
@@ -114,5 +114,5 @@ def landed(layout: CacheLayout, at: Landing, to: Landing, tokens: int, shard: Sh
             continue
         for token in range(to.have_tokens, tokens):
             block, row = divmod(token, layout.block_size)
-            found[name][to.blocks[block], :, row] = tensor[at.blocks[block], :, row]
+            found[name][to.blocks[block], :, :, row] = tensor[at.blocks[block], :, :, row]
     return transfer_rig.cut(layout, found, shard)

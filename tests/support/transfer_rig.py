@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from cache_transfer.layout import CacheLayout, Kind, whole
-from cache_transfer.memory import CacheMemory, Landing
+from cache_transfer.memory import CacheMemory
+from cache_transfer.regions import Landing
 from slipstream.sharding import Geometry, Shard
 from slipstream.types import AttentionLayer, LinearLayer
 
@@ -35,7 +36,7 @@ def tensors(of: CacheLayout, seed: int | None) -> dict[str, Tensor]:
     for layer in of.layers:
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
         if isinstance(layer, AttentionLayer):
-            shapes = {"kv": ((BLOCKS, 2, of.block_size, layer.kv_heads, layer.head_size), dtype)}
+            shapes = {"kv": ((BLOCKS, layer.kv_heads, 2, of.block_size, layer.head_size), dtype)}
         else:
             shapes = {"conv": ((SLOTS, sum(layer.conv_segments), layer.conv_width - 1), dtype),
                       "recurrent": ((SLOTS, layer.value_heads, layer.key_head_size, layer.value_head_size), torch.float32)}
@@ -55,7 +56,7 @@ def cut(of: CacheLayout, held: dict[str, Tensor], shard: Shard) -> dict[str, Ten
     found: dict[str, Tensor] = {}
     for layer in (of.layers[number] for number in shard.layers):
         if isinstance(layer, AttentionLayer):
-            found[f"{layer.name}.kv"] = part(held[f"{layer.name}.kv"], 3, layer.kv_heads)
+            found[f"{layer.name}.kv"] = part(held[f"{layer.name}.kv"], 1, layer.kv_heads)
             continue
         segments = torch.split(held[f"{layer.name}.conv"], list(layer.conv_segments), 1)
         heads = (layer.key_heads, layer.key_heads, layer.value_heads)
@@ -72,7 +73,7 @@ def rows(of: CacheLayout, held: dict[str, Tensor], where: Landing, count: int) -
         if spec.kind is Kind.KV:
             token = torch.arange(count)
             blocks = torch.tensor(where.blocks)[token // of.block_size]
-            found[spec.name] = tensor[blocks, :, token % of.block_size]
+            found[spec.name] = tensor[blocks, :, :, token % of.block_size]
         else:
             assert where.state_slot is not None
             found[spec.name] = tensor[where.state_slot]

@@ -6,14 +6,16 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from cache_transfer.channels.base import Channel
+from cache_transfer.channels.base import Buffer, Channel
 from cache_transfer.channels.grpc import InlineChannel
-from cache_transfer.frames import Range
 from cache_transfer.handoff import Handoff, HandoffChoice
 from cache_transfer.layout import CacheLayout, whole
 from cache_transfer.load import CacheLoader, Loaded
-from cache_transfer.memory import CacheMemory, Landing
+from cache_transfer.memory import CacheMemory
+from cache_transfer.paths import Paths
+from cache_transfer.regions import Landing
 from cache_transfer.source import SourceTransfer
+from cache_transfer.spans import Spans
 from cache_transfer.store import CacheStore
 from slipstream.config import TransferConfig
 from slipstream.errors import SlipstreamError
@@ -31,19 +33,20 @@ PATIENCE_SECONDS = 60.0  # a busy machine takes long to start a process that imp
 class CountingChannel(InlineChannel):
     """Counts frames that were packed, and payload bytes that landed."""
 
-    def __init__(self) -> None:
+    def __init__(self, frame_bytes: int = 1 << 16) -> None:
+        super().__init__(frame_bytes)
         self.packed = 0
         self.payloads: list[int] = []
         self.sending = asyncio.Event()
         self.landed = asyncio.Event()
 
-    def pack(self, memory: CacheMemory, where: Landing, ranges: Sequence[Range]) -> bytes:
+    async def send(self, to: bytes, source: Spans, target: Spans) -> Sequence[Buffer]:
         self.packed += 1
         self.sending.set()
-        return super().pack(memory, where, ranges)
+        return await super().send(to, source, target)
 
-    def land(self, memory: CacheMemory, where: Landing, ranges: Sequence[Range], payload: memoryview) -> None:
-        super().land(memory, where, ranges, payload)
+    def land(self, origin: bytes, payload: memoryview, target: Spans) -> None:
+        super().land(origin, payload, target)
         self.payloads.append(len(payload))
         self.landed.set()
 
@@ -96,8 +99,9 @@ class Site:
         self.shard = shard or whole(self.layout)
         self.held = transfer_rig.cut(self.layout, transfer_rig.tensors(self.layout, seed=1), self.shard)
         self.memory = CacheMemory(self.layout, self.held, shard)
-        self.store = CacheStore(self.memory, channel, replica_id="p0", epoch=epoch, rank=self.shard.rank,
-                                config=TransferConfig(frame_bytes=frame_bytes, lease_seconds=lease_seconds))
+        channel.frame_bytes = frame_bytes
+        self.store = CacheStore(self.memory, Paths([channel]), replica_id="p0", epoch=epoch, rank=self.shard.rank,
+                                config=TransferConfig(lease_seconds=lease_seconds))
         self.server = new_server()
         self.address = ""
 
@@ -145,7 +149,7 @@ class Destination:
         self.channel = CountingChannel()
         self.layout = layout or transfer_rig.layout()
         self.memory, self.held = transfer_rig.destination(self.layout, shard)
-        self.loader = CacheLoader(self.memory, self.channel, replica_id="d0", epoch=1, rank=self.memory.shard.rank,
+        self.loader = CacheLoader(self.memory, Paths([self.channel]), replica_id="d0", epoch=1, rank=self.memory.shard.rank,
                                   config=TransferConfig(connect_seconds=connect_seconds), idle_seconds=idle_seconds)
 
     async def load(self, name: str, *, attempt: int = 0, seconds: float = 20.0, epoch: int = 1, where: Landing | None = PLACE,

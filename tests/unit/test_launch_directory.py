@@ -12,6 +12,7 @@ from launch import directory as directories
 from launch.directory import Directory, Endpoint
 from slipstream.errors import LaunchError, PlacementError
 from slipstream.rpc.channel import connect
+from slipstream.rpc.security import Security
 from slipstream.rpc.server import listen, new_server
 from slipstream.types import Role
 from slipstream.v1 import directory_pb2 as pb
@@ -73,6 +74,22 @@ async def test_two_of_one_name_are_refused_and_one_that_restarts_is_told(directo
         assert await anext(watch) == pb.Snapshot(restarting=[told])
         made.put(endpoint("decode-0", Role.DECODE, epoch=3))
         assert await following(watch) == {"decode-0": (worker_pb2.ROLE_DECODE, "127.0.0.1:3", 3)}
+
+
+async def test_who_has_no_token_neither_watches_nor_scales() -> None:
+    async def no(replicas: Mapping[str, int]) -> Mapping[str, int]:
+        raise AssertionError("asked by a stranger")
+
+    trusted = Security(token="of this deployment")
+    server = new_server(trusted)
+    directory_pb2_grpc.add_DirectoryServicer_to_server(Directory(no), server)
+    address = await listen(server, "127.0.0.1:0", trusted)
+    with pytest.raises(LaunchError, match=r"security\.token_file"):
+        await asyncio.to_thread(directories.scale, address, {"decode": 2})
+    async with connect(address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError, match="UNAUTHENTICATED"):
+            await following(aiter(directory_pb2_grpc.DirectoryStub(channel).Watch(pb.WatchRequest())))
+    await server.stop(0)
 
 
 async def test_a_slow_watcher_gets_the_latest_picture(directory: tuple[Directory, str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from launch.members import members
 from launch.placement import Place
 from launch.probe import STRIKES, Finding, count
 from slipstream import config
+from slipstream.rpc.security import OPEN
 from slipstream.rpc.server import listen, new_server
 from slipstream.v1 import worker_pb2, worker_pb2_grpc
 
@@ -66,7 +68,7 @@ async def test_a_process_that_answers_has_not_ended_whatever_ray_says(worker: tu
     await healthy.set("", health_pb2.HealthCheckResponse.SERVING)
     for where, how in [(address, "status 3"), ("127.0.0.1:1", "an error: prefill-0 lost its Ray actor: RayActorError")]:
         place = Place(members(config.load(None))[0], None, lifetime=None, hosts=[Unreachable()])  # type: ignore[arg-type]
-        keeper = Keeper(None, place)  # type: ignore[arg-type]
+        keeper = Keeper(SimpleNamespace(security=OPEN), place)  # type: ignore[arg-type]
         keeper.ready = {"address": where}
         assert await keeper.ended() == how
 

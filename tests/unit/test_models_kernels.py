@@ -88,7 +88,7 @@ def test_attention_reads_its_blocks_and_no_others(lengths: tuple[int, ...]) -> N
     block, groups, heads, size = 4, 2, 6, 8
     order = torch.randperm(24, generator=torch.Generator().manual_seed(1))
     tables = torch.zeros(len(lengths), 5, dtype=torch.int32)
-    kv = torch.full((24, 2, block, groups, size), float("nan"))
+    kv = torch.full((24, groups, 2, block, size), float("nan"))
     keys, values = [random(n, groups, size, seed=n) for n in lengths], [random(n, groups, size, seed=100 + n) for n in lengths]
     for i, length in enumerate(lengths):
         used = -(-length // block)
@@ -174,10 +174,10 @@ def test_the_norms_differ_in_what_the_weight_means() -> None:
 
 def test_rows_past_two_to_the_thirty_one() -> None:
     """Offsets are 64-bit: the last block of a pool of 2^31 elements is written and read (its pages are never all touched)."""
-    kv = torch.empty(1 << 16, 2, 16, 8, 129, dtype=torch.bfloat16)
+    kv = torch.empty(1 << 16, 8, 2, 16, 129, dtype=torch.bfloat16)
     assert kv.numel() > 1 << 31
     last = kv.shape[0] - 1
     keys, values = random(1, 8, 129).bfloat16(), random(1, 8, 129, seed=1).bfloat16()
     reference.write_kv(kv, keys, values, torch.tensor([last * 16 + 15]))
-    assert torch.equal(kv[last, 0, 15], keys[0])
-    assert torch.equal(kv[last, 1, 15], values[0])
+    assert torch.equal(kv[last, :, 0, 15], keys[0])
+    assert torch.equal(kv[last, :, 1, 15], values[0])

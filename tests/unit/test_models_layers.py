@@ -25,7 +25,7 @@ def caches(dtype: torch.dtype = torch.float32, fill: float = NAN) -> list[LayerC
     made: list[LayerCache] = []
     for layer in CHECKPOINT.layers:
         if isinstance(layer, AttentionLayer):
-            made.append(AttentionCache(kv=torch.full((BLOCKS, 2, BLOCK, layer.kv_heads, layer.head_size), fill, dtype=dtype)))
+            made.append(AttentionCache(kv=torch.full((BLOCKS, layer.kv_heads, 2, BLOCK, layer.head_size), fill, dtype=dtype)))
         else:
             made.append(LinearCache(
                 conv=torch.full((SLOTS, sum(layer.conv_segments), layer.conv_width - 1), fill, dtype=dtype),
@@ -158,7 +158,7 @@ def test_the_rest_of_the_pool_is_left_alone(model: CausalLM) -> None:
     assert (linear.recurrent[others] == 7.0).all()
     written = torch.zeros(BLOCKS * BLOCK, dtype=torch.bool)
     written[[part.table[place // BLOCK] * BLOCK + place % BLOCK for place in range(10)]] = True
-    rows = attention.kv.permute(0, 2, 1, 3, 4).reshape(BLOCKS * BLOCK, -1)
+    rows = attention.kv.permute(0, 3, 1, 2, 4).reshape(BLOCKS * BLOCK, -1)
     assert (rows[~written] == 7.0).all()
     assert (rows[written] != 7.0).all()
 

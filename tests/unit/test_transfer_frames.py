@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache_transfer import frames
-from cache_transfer.frames import Range
 from cache_transfer.handoff import Handoff, HandoffChoice
+from cache_transfer.layout import Range
 from slipstream.errors import ProtocolError
 from slipstream.types import MropeState
 from slipstream.v1 import cache_store_pb2 as pb
@@ -24,17 +24,17 @@ RANGES = st.lists(st.builds(Range, st.integers(0, 2**32 - 1), st.integers(0, 2**
 
 @given(RANGES, st.binary(max_size=50))
 def test_a_data_frame_survives(ranges: list[Range], payload: bytes) -> None:
-    parsed = frames.parse(frames.data_header(ranges) + payload)
-    assert isinstance(parsed, tuple)
-    assert parsed[0] == ranges
-    assert bytes(parsed[1]) == payload
+    for checksum in (None, 0, 2**64 - 1):
+        parsed = frames.parse(frames.data_header(ranges, checksum) + payload)
+        assert isinstance(parsed, frames.Data)
+        assert (parsed.ranges, bytes(parsed.payload), parsed.checksum) == (ranges, payload, checksum)
 
 
 def test_offsets_are_64_bit() -> None:
     far = Range(1, 70_000 * 65_536, 1 << 40)
-    parsed = frames.parse(frames.data_header([far]))
-    assert isinstance(parsed, tuple)
-    assert parsed[0] == [far]
+    parsed = frames.parse(frames.data_header([far], None))
+    assert isinstance(parsed, frames.Data)
+    assert parsed.ranges == [far]
 
 
 @given(st.binary(max_size=60))
@@ -46,12 +46,12 @@ def test_rubbish_is_a_protocol_error_or_a_frame(data: bytes) -> None:
 @pytest.mark.parametrize("cut", [1, 4, 5, 24])
 def test_a_cut_table_is_a_protocol_error(cut: int) -> None:
     with pytest.raises(ProtocolError, match="too short"):
-        frames.parse(frames.data_header([Range(0, 0, 1)])[:cut])
+        frames.parse(frames.data_header([Range(0, 0, 1)], 1)[:cut])
 
 
 def test_a_table_that_could_only_be_an_attack_is_refused_before_it_is_read() -> None:
     with pytest.raises(ProtocolError, match="ranges"):
-        frames.parse(b"\x01" + (frames.MAX_RANGES + 1).to_bytes(4, "little"))
+        frames.parse(b"\x01" + bytes(9) + (frames.MAX_RANGES + 1).to_bytes(4, "little"))
 
 
 def test_a_handoff_survives() -> None:

@@ -13,12 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cache_transfer import plan
-from cache_transfer.channels.grpc import InlineChannel
+from cache_transfer import plan, spans
 from cache_transfer.coverage import Coverage
-from cache_transfer.frames import Range, parse
-from cache_transfer.layout import CacheLayout, Kind, TensorSpec, whole
-from cache_transfer.memory import CacheMemory, Landing
+from cache_transfer.layout import CacheLayout, Kind, Range, TensorSpec, whole
+from cache_transfer.memory import CacheMemory
+from cache_transfer.regions import Landing
 from slipstream import checkpoint as checkpoints
 from slipstream import sharding
 from slipstream.errors import IncompatibleError
@@ -127,12 +126,12 @@ def test_all_reshards_of_the_demo_model_are_the_slices_of_the_whole_tensors() ->
     checkpoint = checkpoints.read(checkpoints.DEMO)
     layout = CacheLayout(model_name="demo", weights_revision="w", layers=checkpoint.layers, block_size=4, kv_dtype="bfloat16",
                          conv_dtype="bfloat16")
-    tokens, have, path = 11, 4, InlineChannel()
+    tokens, have = 11, 4
     at, to = Landing(blocks=(4, 0, 3), state_slot=1), Landing(blocks=(1, 2, 4), state_slot=0, have_tokens=have)
     generator = torch.Generator().manual_seed(1)
     everything: dict[str, Tensor] = {}
     for layer in layout.layers:
-        shapes = ({"kv": (5, 2, 4, layer.kv_heads, layer.head_size)} if isinstance(layer, AttentionLayer) else
+        shapes = ({"kv": (5, layer.kv_heads, 2, 4, layer.head_size)} if isinstance(layer, AttentionLayer) else
                   {"conv": (2, sum(layer.conv_segments), layer.conv_width - 1),
                    "recurrent": (2, layer.value_heads, layer.key_head_size, layer.value_head_size)})
         for kind, shape in shapes.items():
@@ -143,8 +142,8 @@ def test_all_reshards_of_the_demo_model_are_the_slices_of_the_whole_tensors() ->
     for spec in layout.tensors:
         if spec.kind is Kind.KV:
             for token in range(have, tokens):
-                row = everything[spec.name][at.blocks[token // 4], :, token % 4]
-                landed[spec.name][to.blocks[token // 4], :, token % 4] = row
+                row = everything[spec.name][at.blocks[token // 4], :, :, token % 4]
+                landed[spec.name][to.blocks[token // 4], :, :, token % 4] = row
         else:
             landed[spec.name][to.state_slot] = everything[spec.name][at.state_slot]
     geometries = [sharding.plan(checkpoint, tp=tp, pp=pp) for tp in (1, 2, 4) for pp in (1, 2, 3)]
@@ -164,13 +163,12 @@ def test_all_reshards_of_the_demo_model_are_the_slices_of_the_whole_tensors() ->
                     first, end = sent.done[number], spec.units(tokens)
                     for begin, stop in itertools.pairwise(sorted({first, first + 1, (first + end) // 2, end})):
                         ranges = [Range(number, begin, stop - begin)]
-                        sent.add(ranges, theirs, at)
-                        frame = parse(path.pack(theirs, at, ranges))
-                        assert isinstance(frame, tuple)
-                        arrived.check(frame[0])
-                        path.land(ours, to, *frame)
-                        arrived.add(frame[0], ours, to)
+                        sent.add(ranges)
+                        arrived.check(ranges)
+                        payload = b"".join(spans.views(theirs.spans(at, ranges)))
+                        spans.scatter(memoryview(payload), ours.spans(to, ranges))
+                        arrived.add(ranges)
                 assert sent.complete
-                arrived.verify(sent.kv_bytes, sent.state_bytes, sent.digest())
+                arrived.verify(sent.kv_bytes, sent.state_bytes)
             assert all(torch.equal(tensor, here[name]) for name, tensor in wanted.items()), (source, key)
     assert whole(layout) in shards.values()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,9 +16,9 @@ import pytest
 
 from slipstream.engine.log import Beat, CopyBlock, CopyState
 from slipstream.errors import GangError
-from worker import link
+from worker import link, ranks
 from worker.entries import Down, LoadEnded, Serving, Up
-from worker.link import Follower, Hello, Leader
+from worker.link import Challenge, Follower, Hello, Leader, Welcome
 
 
 def hello(rank: int = 1, **changed: Any) -> Hello:
@@ -72,6 +75,88 @@ def test_a_stranger_does_no_harm(leader: Leader[Any, Up]) -> None:
         stranger.sendall(b"\x05\0\0\0hello")
         assert len(gathered(leader, hello(1), hello(2))[0]) == 2
     leader.close(Beat())
+
+
+@pytest.mark.parametrize(("ours", "theirs", "says"), [
+    ("the token of a deployment", "", "has another security.token_file, or none"),
+    ("the token of a deployment", "another token", "has another security.token_file, or none"),
+])
+def test_a_rank_proves_that_it_knows_the_token(ours: str, theirs: str, says: str) -> None:
+    leader: Leader[Any, Up] = Leader("127.0.0.1", 0, world=2, epoch=7, fingerprint="same", up=Up, token=ours)
+
+    def come(token: str) -> Follower[Down]:
+        return Follower("127.0.0.1", leader.port, hello(world=2), down=Down, timeout_seconds=5, token=token)
+
+    with ThreadPoolExecutor(1) as pool:
+        gathering = pool.submit(leader.gather, 5, 4321)
+        with pytest.raises(GangError, match=says):
+            come(theirs)
+        with socket.create_connection(("127.0.0.1", leader.port)) as stranger:  # an empty proof of an odd number is none
+            stranger.sendall(frame(hello(world=2, nonce=b"1")))
+            assert refused(stranger)
+        assert come(ours).welcome.store_port == 4321
+        gathering.result(5)
+    leader.close(Beat())
+
+
+def test_a_false_rank_0_is_found_out() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as false, ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(Follower[Down], "127.0.0.1", false.getsockname()[1], hello(), down=Down, timeout_seconds=5,
+                             token="secret")
+        sock, _ = false.accept()
+        with sock:
+            sock.sendall(frame(Challenge(nonce=b"1")) + frame(Welcome(store_port=1)))
+            with pytest.raises(GangError, match="does not know the token"):
+                coming.result(5)
+            assert b"secret" not in sock.recv(4096)
+
+
+@pytest.mark.parametrize("bytes_", [b"\xff\xff\xff\xff", b"\x01\0\x01\0", b"\0\0\x10\0"])
+def test_a_stranger_cannot_make_rank_0_take_much(leader: Leader[Any, Up], bytes_: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", leader.port)) as stranger:
+        stranger.sendall(bytes_)
+        assert len(gathered(leader, hello(1), hello(2))[0]) == 2
+    leader.close(Beat())
+
+
+def test_a_stranger_cannot_keep_rank_0_drop_by_drop(monkeypatch: pytest.MonkeyPatch, leader: Leader[Any, Up]) -> None:
+    monkeypatch.setattr(link, "SILENCE_SECONDS", 0.5)
+    stop = threading.Event()
+    with socket.create_connection(("127.0.0.1", leader.port)) as stranger:
+        stranger.sendall(b"\0\xff\0\0")
+
+        def drip() -> None:
+            with contextlib.suppress(OSError):
+                while not stop.wait(0.1):
+                    stranger.sendall(b"x")
+
+        dripping = threading.Thread(target=drip)
+        dripping.start()
+        assert len(gathered(leader, hello(1), hello(2))[0]) == 2
+        stop.set()
+        dripping.join()
+    leader.close(Beat())
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    data = msgspec.msgpack.encode(message)
+    return len(data).to_bytes(4, "little") + data
+
+
+def refused(stranger: socket.socket) -> bool:
+    said = b""
+    while part := stranger.recv(4096):
+        said += part
+    return b"security.token_file" in said and b"\x10\xe1" not in said  # 4321, the store's port
+
+
+def test_the_rendezvous_of_the_ranks_is_bound_to_its_address_alone() -> None:
+    store = ranks._store("127.0.0.1")
+    sockets = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+    listening = [fields[1] for fields in sockets if fields[3] == "0A"]
+    assert [address for address in listening if address.endswith(f":{store.port:04X}")] == [f"0100007F:{store.port:04X}"]
+    store.set("key", "value")
+    assert store.get("key") == b"value"
 
 
 def test_missing_ranks_are_named(leader: Leader[Any, Up]) -> None:

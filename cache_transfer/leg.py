@@ -1,0 +1,133 @@
+"""One Transfer stream as its destination holds it: words out, frames in, and the certainty that the source has stopped writing.
+
+On a channel where the source writes into this rank's memory, its last word or the end of its stream in order says that it has
+stopped. A stream that ends any other way says nothing: then the channel's fence must be up before the memory is used again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Sequence
+from typing import TypeVar
+
+import grpc
+import grpc.aio
+
+from cache_transfer import frames
+from cache_transfer.links import Link
+from cache_transfer.paths import Way
+from slipstream.errors import TransferError
+from slipstream.v1 import cache_store_pb2 as pb
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+GRACE_SECONDS = 5.0
+"""A stream outlives its deadline by so much, so that its source can still say that it has stopped."""
+_HEARD_SECONDS = 1.0
+"""Longest wait for a source to have heard our last word."""
+
+
+class Leg:
+    """Reads and writes survive the cancellation of who waits for them: gRPC would cancel the whole stream with it."""
+
+    def __init__(self, link: Link, seconds: float) -> None:
+        """Open a stream for so long."""
+        self.way: Way = link.way
+        self.address = link.way.channel.address()
+        """Ours on the channel, as the source is told."""
+        self.invited = False
+        """The source may write into the landing ..."""
+        self.over = False
+        """... until it says that it has stopped."""
+        self._call = link.transfer(seconds + GRACE_SECONDS)
+        self._reading: asyncio.Future[object] | None = None
+
+    async def write(self, word: bytes) -> None:
+        """Raises AioRpcError, or CancelledError if the source cut the stream off."""
+        await asyncio.shield(_kept(self._call.write(word)))
+
+    async def read(self) -> bytes:
+        """The next frame. Raises TransferError if the source ended the stream, else as `write`."""
+        frame = await self._next()
+        if not isinstance(frame, bytes):  # grpc's EOF marker
+            raise TransferError("the source ended the Transfer before it was complete")
+        return frame
+
+    async def _next(self) -> object:
+        if self._reading is None:
+            self._reading = _kept(self._call.read())
+        frame = await asyncio.shield(self._reading)
+        self._reading = None
+        return frame
+
+    async def part(self, last_word: bytes) -> None:
+        """Say a last word, and wait a moment for the source to end the stream: a cancel on its heels could overtake the word.
+
+        Never raises: a source that has left needs no telling.
+        """
+        try:
+            async with asyncio.timeout(_HEARD_SECONDS):
+                await self.write(last_word)
+                await asyncio.shield(_kept(self._call.done_writing()))
+                while isinstance(await self._next(), bytes):
+                    pass
+                self.over = await self._call.code() is grpc.StatusCode.OK
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError) as error:
+            logger.info("the source left before it heard our last word: %r", error)
+        except asyncio.CancelledError:
+            if is_cancelled():
+                raise
+
+    def cancel(self) -> None:
+        """End it, whatever the source says."""
+        self._call.cancel()
+
+    async def fenced(self, request_id: str) -> None:
+        """Return when the source writes no more."""
+        if not self.invited or self.over:
+            return
+        await self.part(frames.control(busy=pb.Busy(reason="it gave this attempt up")))
+        if self.over:
+            return
+        began = time.monotonic()
+        logger.warning("the source of %s does not say that it has stopped writing; its memory is kept from use", request_id)
+        fence = asyncio.create_task(self.way.channel.fence(self.way.peer, self.address))
+        ended = asyncio.create_task(self._ended_in_order())
+        await asyncio.wait((fence, ended), return_when=asyncio.FIRST_COMPLETED)
+        for task in (fence, ended):
+            task.cancel()
+        logger.info("nothing writes for %s any more; its memory was kept for %.1f s", request_id, time.monotonic() - began)
+
+    async def _ended_in_order(self) -> None:
+        if await self._call.code() is not grpc.StatusCode.OK:
+            await asyncio.Event().wait()  # it says nothing
+
+
+async def quiet(legs: Sequence[Leg], users: Sequence[asyncio.Task[T]], request_id: str) -> None:
+    """Return when the `users` of these legs have ended and no source writes any more, even if the caller is cancelled."""
+    async def end() -> None:
+        if users:
+            await asyncio.wait(users)
+        await asyncio.gather(*(leg.fenced(request_id) for leg in legs))
+
+    ending = asyncio.create_task(end())
+    while not ending.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.shield(ending)
+
+
+def is_cancelled() -> bool:
+    """True if somebody cancels this task: grpc raises CancelledError too when it was the peer who cancelled the stream."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _kept(work: Awaitable[T]) -> asyncio.Future[T]:
+    future = asyncio.ensure_future(work)
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return future

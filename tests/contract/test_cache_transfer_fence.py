@@ -1,0 +1,109 @@
+"""A source that writes by itself and falls silent: the landing is not given back before it cannot be written any more."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from cache_transfer.channels.host import Process
+from cache_transfer.load import CacheLoader, Loaded
+from cache_transfer.paths import open_paths
+from cache_transfer.regions import Landing
+from slipstream.config import RdmaConfig, TransferConfig
+from tests.support import transfer_rig
+from tests.support.transfer_rig import Source
+
+HERE = Landing(blocks=(1, 50, 6, 22, 13), state_slot=2)
+PROMPT = {"tokens": 17, "blocks": (9, 3, 40, 17, 5), "slot": 5}
+SILENCE_SECONDS = 2.0  # longer than a last word is waited for
+
+
+@asynccontextmanager
+async def pair(quarantine_seconds: float = 0.5) -> AsyncIterator[tuple[Source, CacheLoader]]:
+    config = TransferConfig(channel="rdma", rdma=RdmaConfig(engine="nixl", quarantine_seconds=quarantine_seconds))
+    memory, _ = transfer_rig.destination(transfer_rig.layout())
+    async with transfer_rig.source(transfer={"channel": "rdma", "rdma": {"engine": "nixl"}}) as source:
+        loader = CacheLoader(memory, open_paths(config, memory.extent, process="d0"), replica_id="d0", epoch=1, rank=0,
+                             config=config)
+        yield source, loader
+        await loader.close()
+
+
+async def invited(source: Source, loader: CacheLoader, name: str) -> asyncio.Task[Loaded]:
+    """A load whose source may write, and has not begun to."""
+    async def admit(num_tokens: int) -> Landing:
+        return HERE
+
+    await source.tell(expect=name, **PROMPT, hold=True)
+    await source.hear("expected")
+    load = asyncio.create_task(loader.load([source.address], transfer_id=name, attempt=0, source_epoch=1, request_id="r",
+                                           remaining_seconds=60.0, admit=admit))
+    await source.tell(compute=name, **PROMPT, begin=True)
+    await source.hear("ready")
+    return load
+
+
+async def ends_cancelled(load: asyncio.Task[Loaded]) -> None:
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(load, 20)
+
+
+async def test_a_silent_source_on_this_host_keeps_the_landing_until_it_is_dead() -> None:
+    async with pair() as (source, loader):
+        load = await invited(source, loader, "t")
+        source.process.send_signal(signal.SIGSTOP)
+        load.cancel()
+        done, _ = await asyncio.wait((load,), timeout=SILENCE_SECONDS)
+        assert not done, "it may still write"
+        load.cancel()
+        done, _ = await asyncio.wait((load,), timeout=0.1)
+        assert not done, "another cancel changes nothing"
+        source.process.kill()
+        await ends_cancelled(load)
+
+
+async def test_a_source_that_wakes_up_says_that_it_has_stopped() -> None:
+    async with pair() as (source, loader):
+        load = await invited(source, loader, "t")
+        source.process.send_signal(signal.SIGSTOP)
+        load.cancel()
+        done, _ = await asyncio.wait((load,), timeout=SILENCE_SECONDS)
+        assert not done
+        source.process.send_signal(signal.SIGCONT)
+        await ends_cancelled(load)
+        await source.hear("parked")
+
+
+async def test_a_silent_source_on_another_host_loses_its_way_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process says that it runs elsewhere."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    here = Process.here()
+    monkeypatch.setattr(Process, "here", lambda: dataclasses.replace(here, boot="another"))
+    async with pair() as (source, loader):
+        load = await invited(source, loader, "t")
+        source.process.send_signal(signal.SIGSTOP)
+        load.cancel()
+        await ends_cancelled(load)
+        source.process.send_signal(signal.SIGCONT)
+        await source.hear("parked")
+        load = await invited(source, loader, "u")  # by the engine that took the other's place
+        await source.tell(compute="u", **PROMPT)
+        await (await asyncio.wait_for(load, 20)).close(committed=True)
+        assert (await source.hear("done"))["committed"] is True
+
+
+async def test_a_source_that_is_told_to_leave_says_so_and_nothing_waits() -> None:
+    async with pair(quarantine_seconds=60.0) as (source, loader):
+        load = await invited(source, loader, "t")
+        load.cancel()
+        await ends_cancelled(load)
+        await source.hear("parked")
+        load = await invited(source, loader, "u")
+        await source.tell(fail="u")
+        with pytest.raises(Exception, match="the client went away"):
+            await asyncio.wait_for(load, 20)
