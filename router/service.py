@@ -301,7 +301,8 @@ def new_request_id() -> str:
 def _describe(link: WorkerLink) -> dict[str, Any]:
     info, load, view = link.info, link.load, link.view()
     if info is None or view is None:
-        row = {"replica_id": "", "role": "?", "state": "disconnected", "address": link.address, "problem": link.problem}
+        row: dict[str, Any] = {"replica_id": "", "role": "?", "state": "disconnected", "address": link.address,
+                               "problem": link.problem}
         if last := link.last_info:
             row |= {"replica_id": last.replica_id, "role": convert.role_from_pb(last.role).value, "epoch": last.epoch}
         return row

@@ -264,7 +264,7 @@ def test_a_replica_that_spans_both(hosts: Hosts) -> None:
     assert len(here) == 1, "one stage of decode"
     (name, rank), = here
     (other,) = {"0", "1"} - {rank}
-    assert (name, there.keys()) == ("decode-0", {("prefill-0", "0"), ("prefill-0", "1"), ("decode-0", other)})
+    assert (name, set(there)) == ("decode-0", {("prefill-0", "0"), ("prefill-0", "1"), ("decode-0", other)})
 
     def kill() -> None:
         os.kill(there["decode-0", other], signal.SIGKILL)
