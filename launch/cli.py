@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import slipstream
 from slipstream.errors import ConfigError, SlipstreamError
 
 if TYPE_CHECKING:
@@ -25,6 +26,18 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print what the router says
 Url = Annotated[str, typer.Option("--url", help="Where a router listens.")]
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"slipstream {slipstream.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True,
+                                                   callback=_version)] = False) -> None:
+    pass
 
 
 def main() -> None:
@@ -63,10 +76,14 @@ def serve_(config: ConfigFile = None, model: Model = None, set_: Overrides = Non
     from rich.console import Console
 
     from launch import serve
+    from slipstream.config import ray_job_stop_seconds
 
     named = [f"model.path={model}"] if model is not None else []
     settings = _config(config, [*named, *(set_ or [])])
-    raise typer.Exit(_with_ray(lambda: serve.run(settings, Console(), serve.until_stopped)))
+    console = Console()
+    if warning := serve.check_job(settings, ray_job_stop_seconds()):
+        console.print(warning, markup=False, highlight=False, soft_wrap=True)
+    raise typer.Exit(_with_ray(lambda: serve.run(settings, console, serve.until_stopped)))
 
 
 @app.command()

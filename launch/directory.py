@@ -28,12 +28,15 @@ _ROLES = {Role.PREFILL: worker_pb2.ROLE_PREFILL, Role.DECODE: worker_pb2.ROLE_DE
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """A worker that serves."""
+    """A worker that serves, or is being started again."""
 
     replica_id: str
     role: Role
-    address: str
     epoch: int
+    address: str = ""
+    """Empty: it does not serve now, and `epoch` is the next one."""
+    problem: str = ""
+    """Why it does not serve."""
 
 
 class Directory(directory_pb2_grpc.DirectoryServicer):
@@ -46,7 +49,11 @@ class Directory(directory_pb2_grpc.DirectoryServicer):
         self._closed = False
 
     def put(self, endpoint: Endpoint) -> None:
-        """Add a worker, or replace the one of the same replica id."""
+        """Add a worker, or replace an earlier epoch of it. Raises LaunchError for a replica id that is taken."""
+        known = self._endpoints.get(endpoint.replica_id)
+        if known is not None and known.address and known.epoch >= endpoint.epoch:
+            raise LaunchError(f"two workers are called {endpoint.replica_id}: at {known.address}, epoch {known.epoch}, and at "
+                              f"{endpoint.address}, epoch {endpoint.epoch}")
         self._endpoints[endpoint.replica_id] = endpoint
         self._notify()
 
@@ -80,10 +87,12 @@ class Directory(directory_pb2_grpc.DirectoryServicer):
         self._changed = asyncio.Event()
 
     def _snapshot(self) -> pb.Snapshot:
-        return pb.Snapshot(endpoints=[
-            pb.Endpoint(replica_id=one.replica_id, role=_ROLES[one.role], address=one.address, epoch=one.epoch)
-            for one in self._endpoints.values()
-        ])
+        snapshot = pb.Snapshot()
+        for one in self._endpoints.values():
+            rows = snapshot.endpoints if one.address else snapshot.restarting
+            rows.add(replica_id=one.replica_id, role=_ROLES[one.role], address=one.address, epoch=one.epoch,
+                     problem=one.problem)
+        return snapshot
 
 
 def scale(address: str, replicas: Mapping[str, int], security: Security = OPEN) -> dict[str, int]:

@@ -156,7 +156,9 @@ class Keeper:
             reason = "failed_start" if self.ready is None else "unresponsive" if self._given_up else "ended"
             pause = next_pause(pause, time.monotonic() - self._since if self.ready is not None else 0.0)
             self.ready = None
-            shared.directory.remove(member.name)
+            if member.role is not None:
+                shared.directory.put(Endpoint(replica_id=member.name, role=member.role, epoch=self.place.epoch + 1,
+                                              problem=f"ended with {how}"))
             shared.restarted = True
             shared.report(f"{member.name} ended with {how}; starting epoch {self.place.epoch + 1} in {pause:g} s")
             await asyncio.sleep(pause)
@@ -211,10 +213,10 @@ class Keeper:
 
     async def end(self, grace_seconds: float) -> bool:
         """Drain and end it; routers give it nothing new from now on. False, and told: not in order."""
-        if self.ready is None:
-            return True
         name, shared = self.member.name, self._deployment
         shared.directory.remove(name)
+        if self.ready is None:
+            return True
         try:
             code = await self.place.stop(grace_seconds)
         except LaunchError as error:
@@ -227,7 +229,8 @@ class Keeper:
     async def remove(self, grace_seconds: float) -> None:
         """End it for good, and give its room back."""
         await self.close()
-        if self.ready is not None and await self.end(grace_seconds):
+        served = self.ready is not None
+        if await self.end(grace_seconds) and served:
             self._deployment.report(f"{self.member.name} has drained and ended")
         with contextlib.suppress(LaunchError):
             await self.place.end()

@@ -128,8 +128,10 @@ def check_geometries(config: Config, checkpoint: Checkpoint) -> None:
             raise ConfigError(f"pools.{name}: {error.message}", field=f"pools.{name}.{error.field}") from error
 
 
-def child_environment(inherited: Mapping[str, str], wanted: Mapping[str, str], gpu_ids: Sequence[str]) -> dict[str, str]:
-    """The environment of a child: what its Ray worker has, without Ray's own variables, plus `wanted`.
+def child_environment(inherited: Mapping[str, str], wanted: Mapping[str, str], gpu_ids: Sequence[str],
+                      code: str = "") -> dict[str, str]:
+    """The environment of a child: what its Ray worker has, without Ray's own variables, plus `wanted`. `code`: the folder that
+    it is to import our packages from, where they are not installed.
 
     The child sees exactly the GPUs `gpu_ids`, through one kind of mask: HIP where Ray set HIP (AMD), CUDA elsewhere; an
     empty list hides them all. Raises PlacementError if the node hides GPUs by ROCR_VISIBLE_DEVICES: HIP indexes are relative
@@ -145,7 +147,10 @@ def child_environment(inherited: Mapping[str, str], wanted: Mapping[str, str], g
         result |= {"HIP_VISIBLE_DEVICES": "", "CUDA_VISIBLE_DEVICES": ""}
     else:
         result["HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in inherited else "CUDA_VISIBLE_DEVICES"] = ",".join(gpu_ids)
-    return result | dict(wanted)
+    result |= wanted
+    if code and code not in (known := result.get("PYTHONPATH", "").split(":")):
+        result["PYTHONPATH"] = ":".join([code, *filter(None, known)])
+    return result
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import secrets
 import sys
+import sysconfig
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -142,6 +144,13 @@ class Place:
 
     async def stop(self, grace_seconds: float) -> int:
         """Drain and end rank 0, which ends the others; 0, or an exit status that is not."""
+        try:
+            async with asyncio.timeout(grace_seconds + GANG_END_SECONDS + ANSWER_SECONDS):
+                return await self._stop(grace_seconds)
+        except TimeoutError as error:
+            raise LaunchError(f"{self.member.name}: the Ray actor of a process does not answer") from error
+
+    async def _stop(self, grace_seconds: float) -> int:
         codes = [await self._result(self._hosts[0].stop.remote(grace_seconds))]
         others = self._hosts[1:]
         waited = await self._all(host.wait.remote(GANG_END_SECONDS) for host in others)
@@ -175,6 +184,7 @@ class Place:
             cause = error.cause
             raise (cause if isinstance(cause, SlipstreamError) else LaunchError(f"{self.member.name}: {error}")) from error
         except ray.exceptions.RayError as error:
+            check_installed(error)
             raise LaunchError(f"{self.member.name} lost its Ray actor: {type(error).__name__}") from error
 
 
@@ -205,6 +215,16 @@ def reserve(wanted: Sequence[Member], left: Mapping[str, Place], deployment: str
     for place in places:
         place.release()
     raise PlacementError(f"{text} (waited {wait_seconds:g} s; see ray.placement_seconds)")
+
+
+def check_installed(error: Exception) -> None:
+    """Raise LaunchError if this error of an actor says that its node cannot import our packages."""
+    if "failed to import on the worker" in str(error):
+        where = re.search(r"ip=([^,)]+)", str(error))
+        node, why = where[1] if where else "?", str(error).strip().splitlines()[-1]
+        raise LaunchError(f"node {node} of the Ray cluster cannot import Slipstream: install this version on "
+                          "every node, or submit `serve` as a Ray job whose working_dir holds it (see the README): "
+                          f"{why}") from error
 
 
 def host_name(name: str, epoch: int, rank: int) -> str:
@@ -239,7 +259,9 @@ class Host:
         import ray
 
         ids = [str(one) for one in ray.get_gpu_ids()] if gpus else []
-        environment = members.child_environment(os.environ, env, ids)
+        code = str(Path(members.__file__).parents[1])
+        installed = code in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+        environment = members.child_environment(os.environ, env, ids, "" if installed else code)
         command = [sys.executable, "-P", "-m", *arguments]
         self._child = ChildProcess(self._name, command, environment, Path(log_path))
         return self._child.pid

@@ -13,8 +13,12 @@ from rich.console import Console
 
 from launch.supervisor import Supervisor
 from slipstream.config import Config
+from slipstream.errors import ConfigError
 
 T = TypeVar("T")
+
+END_SECONDS = 30.0
+"""What ending a deployment may take beside the drain of its routers: that of its workers, and giving its places back."""
 
 INTERRUPTED = 130
 """Exit status after a second Ctrl-C, as a shell reports it."""
@@ -32,6 +36,19 @@ def run(config: Config, console: Console, body: Body) -> int:
     The first SIGINT or SIGTERM asks `body` to end and drains; the second one ends what is left at once.
     """
     return asyncio.run(_run(config, console, body))
+
+
+def check_job(config: Config, stop_seconds: float | None) -> str:
+    """What is to be said about `serve` as a Ray job, which is killed so long after it was asked to stop (None: it is none);
+    empty: nothing. Raises ConfigError if it would start a Ray of its own inside the cluster."""
+    if stop_seconds is None:
+        return ""
+    if not config.ray.address:
+        raise ConfigError('a Ray job runs in a cluster that is there: set ray.address to "auto"', field="ray.address")
+    if stop_seconds >= (needed := config.router.drain_seconds + END_SECONDS):
+        return ""
+    return (f"`ray job stop` kills this job after {stop_seconds:g} s, and what serves goes on; to drain may take {needed:g} s: "
+            "set RAY_JOB_STOP_WAIT_TIME_S in the env_vars of the job's runtime environment")
 
 
 async def until_stopped(urls: tuple[str, ...], stop: asyncio.Event) -> int:

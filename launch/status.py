@@ -33,10 +33,9 @@ def show(url: str, fields: Mapping[str, Any], problem: str, *, as_json: bool, ke
         if wanted:
             console.print()
             console.print(_detail(replicas, key, columns))
-    if kernels or ledger:
-        for one in replicas:
-            if refusal := one.get("inspect_problem"):
-                console.print(f"{one.get('replica_id')}: {refusal}", markup=False, highlight=False)
+    for one in replicas:
+        if why := one.get("problem") or one.get("inspect_problem"):
+            console.print(f"{one.get('replica_id') or one.get('address')}: {why}", markup=False, highlight=False)
 
 
 def _table(replicas: Any) -> Table:
@@ -46,7 +45,7 @@ def _table(replicas: Any) -> Table:
     for one in replicas:
         load = one.get("load") or {}
         name = one.get("replica_id") or one.get("name") or "?"
-        cells = [name, one.get("role", "?"), one.get("state", "?"), one.get("epoch", ""), one.get("address", "?")]
+        cells = [name, one.get("role", "?"), one.get("state", "?"), one.get("epoch", ""), one.get("address", "")]
         table.add_row(*(str(cell) for cell in [*cells, *(load.get(key, "") for key in LOAD)]))
     return table
 

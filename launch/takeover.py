@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launch.members import Member
-from launch.placement import ANSWER_SECONDS, Place, host_name, prefix
+from launch.placement import ANSWER_SECONDS, Place, check_installed, host_name, prefix
 from slipstream.errors import LaunchError
 
 LEASE = "lease"
@@ -147,7 +147,8 @@ class Claim:
                 owner, told, epochs, scaled = await self._lease.take.remote(self._owner, self.epochs, self.scaled)
         except TimeoutError:
             return None
-        except Exception:  # its actor was ended, or Ray itself answers no more
+        except Exception as error:  # its actor was ended, or Ray itself answers no more
+            check_installed(error)
             self._lease = None
             return None
         self.epochs |= {name: max(epoch, self.epochs.get(name, 0)) for name, epoch in epochs.items()}

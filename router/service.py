@@ -132,6 +132,7 @@ class RouterService:
             return "the router is draining"
         reason = policy.missing(self.workers.views())
         refused = [link.problem for link in self.workers.links() if link.info is None and link.problem]
+        refused += [f"{one.replica_id} is restarting: {one.problem}" for one in self.workers.restarting]
         return f"{reason} ({'; '.join(refused[:3])})" if reason and refused else reason
 
     async def begin_chat(self, request: ChatRequest, name: str, deadline: float) -> Ticket:
@@ -262,13 +263,18 @@ class RouterService:
         """What `slipstream status` shows."""
         return {"model": self.model_name, "problem": self.problem(), "in_flight": self.limits.in_flight,
                 "max_in_flight": self.limits.max_in_flight, "supervisor": self.workers.directory,
-                "replicas": [_describe(link) for link in self.workers.links()]}
+                "replicas": [_describe(link) for link in self.workers.links()] + self._restarting()}
 
     async def details(self, detail: str) -> dict[str, Any]:
         """`status`, with the insides of every connected worker; `detail`: which, of `router.inspect.DETAILS`."""
         links = self.workers.links()
         told = await asyncio.gather(*(inspect(link, detail) for link in links))
-        return {**self.status(), "replicas": [_describe(link) | more for link, more in zip(links, told, strict=True)]}
+        rows = [_describe(link) | more for link, more in zip(links, told, strict=True)]
+        return {**self.status(), "replicas": rows + self._restarting()}
+
+    def _restarting(self) -> list[dict[str, Any]]:
+        return [{"replica_id": one.replica_id, "role": convert.role_from_pb(one.role).value, "state": "restarting",
+                 "epoch": one.epoch, "problem": one.problem} for one in self.workers.restarting]
 
 
 def report(generation: Generation) -> dict[str, float | int]:
@@ -295,7 +301,11 @@ def new_request_id() -> str:
 def _describe(link: WorkerLink) -> dict[str, Any]:
     info, load, view = link.info, link.load, link.view()
     if info is None or view is None:
-        return {"replica_id": "", "role": "?", "state": "disconnected", "address": link.address, "problem": link.problem}
+        row: dict[str, Any] = {"replica_id": "", "role": "?", "state": "disconnected", "address": link.address,
+                               "problem": link.problem}
+        if last := link.last_info:
+            row |= {"replica_id": last.replica_id, "role": convert.role_from_pb(last.role).value, "epoch": last.epoch}
+        return row
     return {
         "replica_id": info.replica_id, "role": view.role.value, "state": "draining" if link.draining else "ready",
         "address": link.address, "epoch": info.epoch, "pid": info.pid, "model": info.model_name, "dtype": info.dtype,

@@ -18,9 +18,10 @@ import grpc.aio
 
 from router.dispatch import Row
 from router.policy import Replica
+from router.silence import unless_silent
 from slipstream.errors import IncompatibleError, InternalError, SlipstreamError, UnavailableError
 from slipstream.rpc import convert
-from slipstream.rpc.channel import connect
+from slipstream.rpc.channel import connect, reason
 from slipstream.rpc.security import OPEN, Security
 from slipstream.text.images import Picture
 from slipstream.types import Logprobs, Role
@@ -58,16 +59,18 @@ class _Waiting:
 class WorkerLink:
     """One worker. `info` is None while it is not connected."""
 
-    def __init__(self, address: str, model_name: str, on_change: Callable[[], None], silence_seconds: float = 10.0,
-                 security: Security = OPEN) -> None:
-        """`model_name`: what this router serves; a worker of another model is not used. `silence_seconds`: workers tell their
-        load about once a second, so one that says nothing for so long is stuck, and its Session is given up."""
+    def __init__(self, address: str, check: Callable[[WorkerLink, worker_pb2.WorkerInfo], None], on_change: Callable[[], None],
+                 silence_seconds: float = 10.0, security: Security = OPEN) -> None:
+        """`check` raises IncompatibleError for a worker that is not to be used. `silence_seconds`: workers tell their load
+        about once a second, so one that says nothing for so long is stuck, and its Session is given up."""
         self.address = address
         self.leaving = False
         """It gets nothing new, and is forgotten once nothing of it is awaited."""
-        self._model_name = model_name
+        self._check = check
         self._silence_seconds = silence_seconds
         self.info: worker_pb2.WorkerInfo | None = None
+        self.last_info: worker_pb2.WorkerInfo | None = None
+        """Of the last Session."""
         self.load = worker_pb2.Load()
         self.problem = self._told = "connecting"
         self._on_change = on_change
@@ -152,7 +155,7 @@ class WorkerLink:
             asked = worker_pb2.InspectRequest(only_transfers=only_transfers)
             return await self._stub.Inspect(asked, timeout=timeout_seconds)
         except grpc.aio.AioRpcError as error:
-            raise UnavailableError(f"it did not answer: {error.code().name} {error.details()}") from error
+            raise UnavailableError(reason(error)) from error
 
     # The Session ------------------------------------------------------------------------------------------------------
 
@@ -162,13 +165,12 @@ class WorkerLink:
             try:
                 info = await self._stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=_INFO_SECONDS)
                 convert.role_from_pb(info.role)
-                if info.model_name != self._model_name:
-                    raise IncompatibleError(f"{info.replica_id} serves {info.model_name}, this router {self._model_name}")
+                self._check(self, info)
                 wait = _FIRST_WAIT_SECONDS
                 await self._session(info)
                 self.problem = "the session ended"
             except grpc.aio.AioRpcError as error:
-                self.problem = _reason(error)
+                self.problem = reason(error)
             except SlipstreamError as error:
                 self.problem = error.message
             except Exception as error:
@@ -186,10 +188,10 @@ class WorkerLink:
         try:
             self.load = worker_pb2.Load(free_blocks=info.total_blocks, free_state_slots=info.total_state_slots,
                                         draining=info.draining)
-            self.info = info
+            self.info = self.last_info = info
             logger.info("connected to %s at %s, epoch %d", info.replica_id, self.address, info.epoch)
             self._on_change()
-            async for message in _unless_silent(call, self._silence_seconds):
+            async for message in unless_silent(call, self._silence_seconds):
                 if message.WhichOneof("message") == "step":
                     self._on_step(message.step)
                 elif message.WhichOneof("message") == "load":
@@ -247,10 +249,6 @@ class WorkerLink:
             self._on_change()
 
 
-def _reason(error: grpc.aio.AioRpcError) -> str:
-    return f"{error.code().name} {error.details()}"
-
-
 def _by_leg(step: worker_pb2.StepReport) -> dict[tuple[int, int], list[Row]]:
     """The rows of a report by (handle, attempt). Raises ValueError for columns of different lengths.
 
@@ -275,31 +273,6 @@ async def _write(call: Any, queue: asyncio.Queue[worker_pb2.RouterMessage]) -> N
             await call.write(await queue.get())
 
 
-async def _unless_silent(call: grpc.aio.StreamStreamCall[worker_pb2.RouterMessage, worker_pb2.WorkerMessage],
-                         seconds: float) -> AsyncIterator[worker_pb2.WorkerMessage]:
-    """The call's messages. Raises UnavailableError after `seconds` without one.
-
-    Counted in ticks of this process, so that a stall of the router itself is not taken for silence.
-    """
-    tick, silent = seconds / 10, 0
-    reading = asyncio.ensure_future(call.read())
-    try:
-        while True:
-            await asyncio.wait({reading}, timeout=tick)
-            if not reading.done():
-                silent += 1
-                if silent >= 10:
-                    raise UnavailableError(f"nothing was heard from it for {seconds:g} s", retry_after_seconds=1.0)
-                continue
-            silent, message = 0, reading.result()
-            if not isinstance(message, worker_pb2.WorkerMessage):  # grpc's EOF marker
-                return
-            reading = asyncio.ensure_future(call.read())
-            yield message
-    finally:
-        reading.cancel()
-
-
 class Workers:
     """All links, from a fixed list of addresses or from the supervisor's Directory."""
 
@@ -313,6 +286,8 @@ class Workers:
         self._closing: set[asyncio.Task[None]] = set()
         self._news = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
+        self.restarting: Sequence[directory_pb2.Endpoint] = ()
+        """Replicas that the supervisor starts again."""
         self.directory = ""
         """Address of the supervisor's Directory; empty: the workers are a fixed list."""
 
@@ -321,7 +296,14 @@ class Workers:
         if address in self._links:
             self._links[address].leaving = False
         else:
-            self._links[address] = WorkerLink(address, self._model_name, self._changed, self._silence_seconds, self._security)
+            self._links[address] = WorkerLink(address, self._check, self._changed, self._silence_seconds, self._security)
+
+    def _check(self, link: WorkerLink, info: worker_pb2.WorkerInfo) -> None:
+        if info.model_name != self._model_name:
+            raise IncompatibleError(f"{info.replica_id} serves {info.model_name}, this router {self._model_name}")
+        for other in self._links.values():
+            if other is not link and not other.leaving and other.info and other.info.replica_id == info.replica_id:
+                raise IncompatibleError(f"the worker at {other.address} is called {info.replica_id} too: --replica-id")
 
     def watch(self, directory: str) -> None:
         """Follow the Directory at this address, and no other from now on. While it is gone the known workers go on serving."""
@@ -378,10 +360,10 @@ class Workers:
                 try:
                     async for snapshot in directory_pb2_grpc.DirectoryStub(channel).Watch(directory_pb2.WatchRequest()):
                         told = False
-                        self._apply({endpoint.address for endpoint in snapshot.endpoints})
+                        self._apply(snapshot)
                 except grpc.aio.AioRpcError as error:
                     level = logging.DEBUG if told else logging.WARNING
-                    logger.log(level, "the directory at %s is gone: %s; known workers stay", directory, _reason(error))
+                    logger.log(level, "the directory at %s is gone: %s; known workers stay", directory, reason(error))
                     told = True
                 except Exception:
                     logger.exception("what the directory at %s said could not be used; known workers stay", directory)
@@ -389,7 +371,9 @@ class Workers:
         finally:
             await channel.close()
 
-    def _apply(self, addresses: set[str]) -> None:
+    def _apply(self, snapshot: directory_pb2.Snapshot) -> None:
+        addresses = {one.address for one in snapshot.endpoints}
+        self.restarting = snapshot.restarting
         for address in addresses:
             self.add(address)
         for address in self._links.keys() - addresses:

@@ -260,6 +260,13 @@ def hub_cache() -> Path:
     return Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
 
 
+def ray_job_stop_seconds() -> float | None:
+    """How long `ray job stop` gives us to end before it kills us; None: this process was not started by a Ray job."""
+    if "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:
+        return None
+    return float(os.environ.get("RAY_JOB_STOP_WAIT_TIME_S") or 3)
+
+
 def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
     """Read a TOML file and apply `section.key=value` overrides (values are TOML; a bare word is a string).
 

@@ -28,6 +28,19 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
+def reason(error: grpc.aio.AioRpcError) -> str:
+    """Why a call failed, in plain words where gRPC's own speak of sockets."""
+    match error.code():
+        case grpc.StatusCode.UNAVAILABLE if "handshake" in str(error.details()).lower():
+            return f"no TLS connection to it, see docs/security.md ({error.details()})"
+        case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.CANCELLED:
+            return "nothing listens there" if "failed to connect" in str(error.details()).lower() else "the connection was lost"
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return "it does not answer"
+        case code:
+            return f"{code.name}: {error.details()}"
+
+
 def connect(address: str, security: Security = OPEN) -> grpc.aio.Channel:
     """A lazy channel to `host:port` or `[v6]:port`; reconnects with a back-off of at most two seconds."""
     options = [*OPTIONS, *security.options, ("grpc.max_reconnect_backoff_ms", 2000), ("grpc.use_local_subchannel_pool", 1)]

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from slipstream.v1 import worker_pb2 as slipstream_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dslipstream/v1/directory.proto\x12\x14slipstream.worker.v1\x1a\x1aslipstream/v1/worker.proto\"\x0e\n\x0cWatchRequest\"=\n\x08Snapshot\x12\x31\n\tendpoints\x18\x01 \x03(\x0b\x32\x1e.slipstream.worker.v1.Endpoint\"h\n\x08\x45ndpoint\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12(\n\x04role\x18\x02 \x01(\x0e\x32\x1a.slipstream.worker.v1.Role\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\"\x83\x01\n\x0cScaleRequest\x12\x42\n\x08replicas\x18\x01 \x03(\x0b\x32\x30.slipstream.worker.v1.ScaleRequest.ReplicasEntry\x1a/\n\rReplicasEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\x7f\n\nScaleReply\x12@\n\x08replicas\x18\x01 \x03(\x0b\x32..slipstream.worker.v1.ScaleReply.ReplicasEntry\x1a/\n\rReplicasEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x32\xa9\x01\n\tDirectory\x12M\n\x05Watch\x12\".slipstream.worker.v1.WatchRequest\x1a\x1e.slipstream.worker.v1.Snapshot0\x01\x12M\n\x05Scale\x12\".slipstream.worker.v1.ScaleRequest\x1a .slipstream.worker.v1.ScaleReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dslipstream/v1/directory.proto\x12\x14slipstream.worker.v1\x1a\x1aslipstream/v1/worker.proto\"\x0e\n\x0cWatchRequest\"q\n\x08Snapshot\x12\x31\n\tendpoints\x18\x01 \x03(\x0b\x32\x1e.slipstream.worker.v1.Endpoint\x12\x32\n\nrestarting\x18\x02 \x03(\x0b\x32\x1e.slipstream.worker.v1.Endpoint\"y\n\x08\x45ndpoint\x12\x12\n\nreplica_id\x18\x01 \x01(\t\x12(\n\x04role\x18\x02 \x01(\x0e\x32\x1a.slipstream.worker.v1.Role\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x0f\n\x07problem\x18\x05 \x01(\t\"\x83\x01\n\x0cScaleRequest\x12\x42\n\x08replicas\x18\x01 \x03(\x0b\x32\x30.slipstream.worker.v1.ScaleRequest.ReplicasEntry\x1a/\n\rReplicasEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\x7f\n\nScaleReply\x12@\n\x08replicas\x18\x01 \x03(\x0b\x32..slipstream.worker.v1.ScaleReply.ReplicasEntry\x1a/\n\rReplicasEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x32\xa9\x01\n\tDirectory\x12M\n\x05Watch\x12\".slipstream.worker.v1.WatchRequest\x1a\x1e.slipstream.worker.v1.Snapshot0\x01\x12M\n\x05Scale\x12\".slipstream.worker.v1.ScaleRequest\x1a .slipstream.worker.v1.ScaleReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,17 +39,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WATCHREQUEST']._serialized_start=83
   _globals['_WATCHREQUEST']._serialized_end=97
   _globals['_SNAPSHOT']._serialized_start=99
-  _globals['_SNAPSHOT']._serialized_end=160
-  _globals['_ENDPOINT']._serialized_start=162
-  _globals['_ENDPOINT']._serialized_end=266
-  _globals['_SCALEREQUEST']._serialized_start=269
-  _globals['_SCALEREQUEST']._serialized_end=400
-  _globals['_SCALEREQUEST_REPLICASENTRY']._serialized_start=353
-  _globals['_SCALEREQUEST_REPLICASENTRY']._serialized_end=400
-  _globals['_SCALEREPLY']._serialized_start=402
-  _globals['_SCALEREPLY']._serialized_end=529
-  _globals['_SCALEREPLY_REPLICASENTRY']._serialized_start=353
-  _globals['_SCALEREPLY_REPLICASENTRY']._serialized_end=400
-  _globals['_DIRECTORY']._serialized_start=532
-  _globals['_DIRECTORY']._serialized_end=701
+  _globals['_SNAPSHOT']._serialized_end=212
+  _globals['_ENDPOINT']._serialized_start=214
+  _globals['_ENDPOINT']._serialized_end=335
+  _globals['_SCALEREQUEST']._serialized_start=338
+  _globals['_SCALEREQUEST']._serialized_end=469
+  _globals['_SCALEREQUEST_REPLICASENTRY']._serialized_start=422
+  _globals['_SCALEREQUEST_REPLICASENTRY']._serialized_end=469
+  _globals['_SCALEREPLY']._serialized_start=471
+  _globals['_SCALEREPLY']._serialized_end=598
+  _globals['_SCALEREPLY_REPLICASENTRY']._serialized_start=422
+  _globals['_SCALEREPLY_REPLICASENTRY']._serialized_end=469
+  _globals['_DIRECTORY']._serialized_start=601
+  _globals['_DIRECTORY']._serialized_end=770
 # @@protoc_insertion_point(module_scope)

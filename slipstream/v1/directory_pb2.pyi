@@ -39,16 +39,22 @@ class Snapshot(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ENDPOINTS_FIELD_NUMBER: _builtins.int
+    RESTARTING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def endpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___Endpoint]: ...
+    @_builtins.property
+    def restarting(self) -> _containers.RepeatedCompositeFieldContainer[Global___Endpoint]:
+        """serve nothing: `epoch` is the next one, there is no address"""
+
     def __init__(
         self,
         *,
         endpoints: _abc.Iterable[Global___Endpoint] | None = ...,
+        restarting: _abc.Iterable[Global___Endpoint] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "restarting", b"restarting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -62,11 +68,14 @@ class Endpoint(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     role: _worker_pb2.Role.ValueType
     address: _builtins.str
     """of the Worker service"""
     epoch: _builtins.int
+    problem: _builtins.str
+    """of one that is restarted: why"""
     def __init__(
         self,
         *,
@@ -74,10 +83,11 @@ class Endpoint(_message.Message):
         role: _worker_pb2.Role.ValueType = ...,
         address: _builtins.str = ...,
         epoch: _builtins.int = ...,
+        problem: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "replica_id", b"replica_id", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "epoch", b"epoch", "problem", b"problem", "replica_id", b"replica_id", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -71,6 +71,10 @@ def test_a_deployment_from_start_to_drain(start: Callable[..., Command]) -> None
 
     before = replicas(url)
     os.kill(int(str(before["decode-0"]["pid"])), signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while (row := replicas(url).get("decode-0", {})).get("state") != "restarting":
+        assert time.monotonic() < deadline, row
+    assert (row["epoch"], row["problem"]) == (2, "ended with signal SIGKILL")
     os.kill(int(served.wait_for(r"router-0 serves at \S+ \(pid (\d+)")[1]), signal.SIGKILL)
     os.kill(int(str(before["prefill-0"]["pid"])), signal.SIGSTOP)
     deadline = time.monotonic() + 90

@@ -3,6 +3,7 @@ with labels and GPUs."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import re
@@ -12,10 +13,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.support.command import COMMAND, Command
 from tests.support.ray_nodes import OPEN, RayNodes, ray_nodes
+from tests.support.traffic import asks, send
 
 pytestmark = pytest.mark.deployment
 
@@ -73,12 +76,19 @@ def until_it_counts(url: str) -> None:
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("example", ["parallel.toml", "replicas.toml"])
-def test_the_examples_answer_right(example: str) -> None:
-    run = Command(["demo", "--config", str(EXAMPLES / example)])
+async def test_the_examples_answer_right_and_leave_nothing(example: str) -> None:
+    samples = [ask for ask in asks() if ask.answer]
+    run = Command(["serve", "--config", str(EXAMPLES / example), "--set", "router.port=0"])
     try:
-        assert run.wait() == 0, run.text
-        assert "3 of 3 answers are right" in run.text
+        url = (await asyncio.to_thread(run.wait_for, r"ready at (http://\S+);"))[1]
         assert len(re.findall(r"serves at", run.text)) == {"parallel.toml": 3, "replicas.toml": 5}[example]
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            replies = await asyncio.gather(*(send(client, ask, stream=bool(number % 2)) for number, ask in enumerate(samples)))
+        assert not [reply.error for reply in replies if reply.error]
+        for asked, reply in zip(samples, replies, strict=True):
+            assert {choice.text.strip() for choice in reply.choices} == {asked.answer.strip()}, asked.name
+        run.signal(signal.SIGTERM)
+        assert await asyncio.to_thread(run.wait) == 0, run.text
         assert run.leftovers() == []
     finally:
         run.clean_up()

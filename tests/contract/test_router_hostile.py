@@ -198,7 +198,7 @@ async def test_a_fault_in_one_requests_handling_keeps_the_session() -> None:
     worker = FakeWorker(script, Role.PREFILL)
     await worker.start()
     changed = asyncio.Event()
-    link = WorkerLink(worker.address, MODEL, changed.set)
+    link = WorkerLink(worker.address, lambda link, info: None, changed.set)
     try:
         await asyncio.wait_for(changed.wait(), 5.0)
         assert link.ready

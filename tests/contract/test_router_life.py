@@ -17,6 +17,7 @@ from slipstream.checkpoint import DEMO
 from slipstream.errors import LaunchError
 from slipstream.text.tokenizer import Tokenizer
 from slipstream.types import Role
+from slipstream.v1 import directory_pb2, worker_pb2
 from tests.support.fake_workers import Plan
 from tests.support.scripted_router import Front, Later
 from tests.support.scripted_workers import Stage
@@ -105,7 +106,7 @@ def test_status_with_the_insides_of_workers_names_the_one_that_does_not_answer(r
         assert not any("kernels" in one or "holdings" in one for one in client.get("/status?detail=0").json()["replicas"])
     assert shown["prefill-0"]["kernels"] == [{"op": "attention", "implementation": "script", "reason": "a fake"}]
     assert shown["prefill-0"]["holdings"] == [{"owner": "free", "request_id": "", "blocks": 4096, "state_slots": 64}]
-    assert shown["decode-0"]["inspect_problem"].startswith("it did not answer: DEADLINE_EXCEEDED")
+    assert shown["decode-0"]["inspect_problem"] == "it does not answer"
     assert shown[""]["state"] == "disconnected"
 
 
@@ -237,6 +238,41 @@ def test_a_worker_that_leaves_the_directory_is_forgotten(router: Front, stage: S
     router.until_healthy()
     router.answer("ok")
     assert router.chat().status_code == 200
+
+
+def test_a_lost_worker_keeps_its_name_and_one_that_restarts_is_shown(router: Front, stage: Stage) -> None:
+    directory = stage.directory()
+    workers = [stage.worker(role) for role in Role]
+    stage.do(lambda: directory.show(*workers))
+    router.start([], directory=directory.address)
+    router.until_healthy()
+    stage.stop(workers[1])
+
+    def decode() -> dict[str, object]:
+        return next(one for one in replicas(router) if one["replica_id"] == "decode-0")
+
+    stage.until(lambda: decode()["state"] == "disconnected", "its loss is seen", 5)
+    lost = decode()
+    assert (lost["replica_id"], lost["role"], lost["epoch"]) == ("decode-0", "decode", 1)
+    assert lost["problem"] in ("the connection was lost", "nothing listens there", "it does not answer")
+    told = directory_pb2.Endpoint(replica_id="decode-0", role=worker_pb2.ROLE_DECODE, epoch=2, problem="ended with status 1")
+    stage.do(lambda: directory.show(workers[0], restarting=[told]))
+    stage.until(lambda: decode()["state"] == "restarting", "its restart is shown", 5)
+    assert decode() == {"replica_id": "decode-0", "role": "decode", "state": "restarting", "epoch": 2,
+                        "problem": "ended with status 1"}
+    assert len(replicas(router)) == 2
+    assert "decode-0 is restarting: ended with status 1" in str(router.until_healthy(503))
+
+
+def test_two_workers_of_one_name_are_not_both_used(router: Front, stage: Stage) -> None:
+    workers = [stage.worker(role) for role in Role]
+    router.start([worker.address for worker in workers])
+    router.until_healthy()
+    twin = stage.worker(Role.DECODE)
+    router.start([*(worker.address for worker in workers), twin.address])
+    router.until_healthy()
+    stage.until(lambda: any("called decode-0 too" in str(one.get("problem")) for one in replicas(router)), "refused", 5)
+    assert len([one for one in replicas(router) if one["state"] == "ready"]) == 2
 
 
 # Overload and stop -----------------------------------------------------------------------------------------------------

@@ -20,10 +20,10 @@ COMMAND = str(Path(sys.executable).parent / "slipstream")
 class Command:
     """One run of `slipstream`, in a session and with a temporary folder of its own."""
 
-    def __init__(self, arguments: Sequence[str], env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, arguments: Sequence[str], env: Mapping[str, str] | None = None, cwd: str | None = None) -> None:
         # Short: Ray puts sockets below it.
         self.folder = Path(tempfile.mkdtemp(prefix="t-", dir="/tmp"))
-        self._process = subprocess.Popen([COMMAND, *arguments], text=True,
+        self._process = subprocess.Popen([COMMAND, *arguments], text=True, cwd=cwd,
                                          env=os.environ | {"TMPDIR": str(self.folder)} | dict(env or {}),
                                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
         self.lines: list[str] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import grpc.aio
@@ -33,9 +33,9 @@ class FakeDirectory(directory_pb2_grpc.DirectoryServicer):
         if self._server is not None:
             await self._server.stop(grace=None)
 
-    def show(self, *workers: FakeWorker) -> None:
+    def show(self, *workers: FakeWorker, restarting: Sequence[directory_pb2.Endpoint] = ()) -> None:
         """These exist now, and no others."""
-        self._snapshot = directory_pb2.Snapshot(endpoints=[
+        self._snapshot = directory_pb2.Snapshot(restarting=restarting, endpoints=[
             directory_pb2.Endpoint(replica_id=one.info.replica_id, role=one.info.role, address=one.address,
                                    epoch=one.info.epoch) for one in workers])
         changed, self._changed = self._changed, asyncio.Event()

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 OPEN = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -21,7 +22,8 @@ folder, nodes = sys.argv[1], json.loads(sys.argv[2])
 cluster = Cluster(initialize_head=False)
 for number, node in enumerate(nodes):
     more = {"include_dashboard": False, "temp_dir": folder} if number == 0 else {}
-    cluster.add_node(object_store_memory=80 << 20, **node, **more)
+    cluster.add_node(object_store_memory=80 << 20, **more | node)
+ray._private.utils.write_ray_address(cluster.address, folder)  # as `ray start` does: there may be other clusters here
 ray.init(address=cluster.address, log_to_driver=False)
 cluster.wait_for_nodes()
 print(cluster.address, flush=True)
@@ -65,11 +67,14 @@ class RayNodes:
 
 
 @contextmanager
-def ray_nodes(nodes: Sequence[Mapping[str, Any]]) -> Iterator[RayNodes]:
-    """`nodes`: options of Cluster.add_node, the head's first."""
+def ray_nodes(nodes: Sequence[Mapping[str, Any]], python: str = sys.executable) -> Iterator[RayNodes]:
+    """`nodes`: options of Cluster.add_node, the head's first. `python`: what the cluster's processes run."""
     with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp") as folder:
-        process = subprocess.Popen([sys.executable, "-c", CODE, folder, json.dumps(nodes)], env=os.environ | OPEN,
-                                   start_new_session=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        env = os.environ | OPEN | {"PATH": f"{Path(python).parent}:{os.environ['PATH']}"}
+        if python != sys.executable:
+            env.pop("PYTHONPATH", None)
+        process = subprocess.Popen([python, "-c", CODE, folder, json.dumps(nodes)], env=env, cwd=folder, start_new_session=True,
+                                   stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         try:
             yield RayNodes(process)
         finally:

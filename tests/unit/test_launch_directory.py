@@ -60,6 +60,22 @@ async def test_the_whole_picture_at_once_and_after_every_change(directory: tuple
         assert await following(watch) == p
 
 
+async def test_two_of_one_name_are_refused_and_one_that_restarts_is_told(directory: tuple[Directory, str]) -> None:
+    made, address = directory
+    made.put(endpoint("decode-0", Role.DECODE, epoch=2))
+    for epoch in (1, 2):
+        with pytest.raises(LaunchError, match=rf"two workers are called decode-0: at 127\.0\.0\.1:2, .* epoch {epoch}$"):
+            made.put(Endpoint(replica_id="decode-0", role=Role.DECODE, address="127.0.0.1:9", epoch=epoch))
+    async with connect(address) as channel:
+        watch = aiter(directory_pb2_grpc.DirectoryStub(channel).Watch(pb.WatchRequest()))
+        assert await following(watch) == {"decode-0": (worker_pb2.ROLE_DECODE, "127.0.0.1:2", 2)}
+        made.put(Endpoint(replica_id="decode-0", role=Role.DECODE, epoch=3, problem="ended with status 1"))
+        told = pb.Endpoint(replica_id="decode-0", role=worker_pb2.ROLE_DECODE, epoch=3, problem="ended with status 1")
+        assert await anext(watch) == pb.Snapshot(restarting=[told])
+        made.put(endpoint("decode-0", Role.DECODE, epoch=3))
+        assert await following(watch) == {"decode-0": (worker_pb2.ROLE_DECODE, "127.0.0.1:3", 3)}
+
+
 async def test_who_has_no_token_neither_watches_nor_scales() -> None:
     async def no(replicas: Mapping[str, int]) -> Mapping[str, int]:
         raise AssertionError("asked by a stranger")

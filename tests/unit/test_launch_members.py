@@ -7,6 +7,7 @@ import json
 import pytest
 
 from launch.members import Member, Node, check_geometries, check_room, child_environment, explain, members
+from launch.serve import check_job
 from slipstream import checkpoint as checkpoints
 from slipstream import config
 from slipstream.checkpoint import DEMO
@@ -158,3 +159,19 @@ def test_room_of_a_machine_that_nobody_joins() -> None:
         check_room(members(config.load(None, ["pools.prefill.gpus=2", "pools.prefill.tp=4"])), 9, 7)
     with pytest.raises(PlacementError, match=r"large enough for decode-0, which needs CPU 3 .* has CPU 2, missing CPU 1"):
         check_room(wanted, 2, 0)
+
+
+def test_a_child_imports_our_packages_from_where_its_host_does() -> None:
+    assert "PYTHONPATH" not in child_environment({}, {}, [])
+    assert child_environment({}, {}, [], "/job")["PYTHONPATH"] == "/job"
+    assert child_environment({"PYTHONPATH": "/a:/b"}, {}, [], "/job")["PYTHONPATH"] == "/job:/a:/b"
+    assert child_environment({"PYTHONPATH": "/a:/job"}, {}, [], "/job")["PYTHONPATH"] == "/a:/job"
+
+
+def test_a_ray_job_has_to_join_and_hears_when_it_would_be_killed_while_it_drains() -> None:
+    alone, joined = config.load(None), config.load(None, ["ray.address=auto"])
+    assert check_job(alone, None) == ""
+    with pytest.raises(ConfigError, match=r'set ray\.address to "auto"'):
+        check_job(alone, 60.0)
+    assert "kills this job after 3 s" in check_job(joined, 3.0)
+    assert check_job(joined, 60.0) == ""

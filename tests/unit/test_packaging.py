@@ -11,9 +11,11 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from launch.cli import DEFAULT_URL
+from launch.cli import DEFAULT_URL, app
 from launch.client import DEFAULT_URL as CLIENT_URL
+from slipstream import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -105,3 +107,7 @@ def test_every_tracked_script_is_executable() -> None:
 def test_the_command_line_names_the_client_s_default_url() -> None:
     """Written twice so that `--help` does not import the client."""
     assert DEFAULT_URL == CLIENT_URL
+
+
+def test_the_command_tells_its_version() -> None:
+    assert CliRunner().invoke(app, ["--version"]).output == f"slipstream {__version__}\n"
