@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import queue
+import select
 import socket
 import struct
 import threading
@@ -17,7 +19,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from slipstream.engine.log import Beat, Entry
+from slipstream.engine.log import Beat, End, Entry
 from slipstream.errors import GangError
 
 logger = logging.getLogger(__name__)
@@ -28,6 +30,8 @@ Up = TypeVar("Up", bound=Entry)
 SILENCE_SECONDS = 5.0
 BEAT_SECONDS = 1.0
 MAX_FRAME_BYTES = 1 << 30
+MAX_HELLO_BYTES = 1 << 12
+"""Of one who may be anybody."""
 
 _LENGTH = struct.Struct("<I")
 
@@ -64,10 +68,10 @@ class _Wire:
         with self._writing:
             self.sock.sendall(_LENGTH.pack(len(data)) + data)
 
-    def read(self) -> bytes:
+    def read(self, limit: int = MAX_FRAME_BYTES) -> bytes:
         (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
-        if length > MAX_FRAME_BYTES:
-            raise GangError(f"a frame of {length} bytes between ranks; the limit is {MAX_FRAME_BYTES}")
+        if length > limit:
+            raise GangError(f"a frame of {length} bytes between ranks; the limit is {limit}")
         return self._exactly(length)
 
     def _exactly(self, count: int) -> bytes:
@@ -96,34 +100,52 @@ class Leader(Generic[Down, Up]):
         self._wires: dict[int, _Wire] = {}
         self._closed = threading.Event()
         try:
-            self._server = socket.create_server((host, port))
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            self._server = socket.create_server((host, port), family=family)
         except OSError as error:
-            raise GangError(f"rank 0 cannot listen on {host}:{port}: {error}") from error
+            raise GangError(f"rank 0 cannot listen on {host}:{port}: {error}; --master must name an address of this machine "
+                            "and a free port") from error
         self.port: int = self._server.getsockname()[1]
 
     def gather(self, timeout_seconds: float, store_port: int) -> None:
-        """Wait for every other rank, and tell it where the tensor ranks meet. Raises GangError."""
+        """Wait for every other rank, then tell them where the tensor ranks meet. One that leaves before that may come again.
+        Raises GangError."""
         deadline = time.monotonic() + timeout_seconds
         while len(self._wires) < self.world - 1:
-            missing = sorted(set(range(1, self.world)) - self._wires.keys())
-            self._server.settimeout(max(0.01, deadline - time.monotonic()))
-            try:
-                sock, _ = self._server.accept()
-            except TimeoutError:
-                raise GangError(f"ranks {missing} of {self.world} did not come within {timeout_seconds:.0f} s") from None
-            wire = _Wire(sock)
-            try:
-                hello = msgspec.msgpack.decode(wire.read(), type=Hello)
-                problem = self._problem(hello)
-                wire.write(self._encoder.encode(Welcome(problem=problem, store_port=store_port)))
-            except (OSError, GangError, msgspec.MsgspecError) as error:
-                problem = f"said no Hello: {error}"
-            if problem:
-                logger.warning("a rank was refused: %s", problem)
-                wire.close()
-                continue
-            self._wires[hello.rank] = wire
+            ready, _, _ = select.select([self._server, *(wire.sock for wire in self._wires.values())], [], [],
+                                        max(0.0, deadline - time.monotonic()))
+            if not ready:
+                missing = sorted(set(range(1, self.world)) - self._wires.keys())
+                raise GangError(f"ranks {missing} of {self.world} did not come within {timeout_seconds:.0f} s; start them with "
+                                "the same --master and --epoch")
+            for rank, wire in list(self._wires.items()):
+                if wire.sock in ready:  # nobody says anything before the Welcome
+                    logger.warning("rank %d has left; waiting for it to come again", rank)
+                    self._wires.pop(rank).close()
+            if self._server in ready:
+                self._admit()
         self._server.close()
+        welcome = self._encoder.encode(Welcome(store_port=store_port))
+        for rank, wire in self._wires.items():
+            try:
+                wire.write(welcome)
+            except OSError as error:
+                raise GangError(f"rank {rank} left before all ranks had met: {error}") from error
+
+    def _admit(self) -> None:
+        """Hear who connects."""
+        wire = _Wire(self._server.accept()[0])
+        try:
+            hello = msgspec.msgpack.decode(wire.read(MAX_HELLO_BYTES), type=Hello)
+            problem = self._problem(hello)
+            if not problem:
+                self._wires[hello.rank] = wire
+                return
+            wire.write(self._encoder.encode(Welcome(problem=problem)))
+        except (OSError, GangError, msgspec.MsgspecError) as error:
+            problem = f"said no Hello: {error}"
+        logger.warning("a rank was refused: %s", problem)
+        wire.close()
 
     def _problem(self, hello: Hello) -> str:
         if hello.epoch != self._epoch:
@@ -152,11 +174,11 @@ class Leader(Generic[Down, Up]):
                 except OSError as error:
                     raise GangError(f"rank {rank} takes nothing any more: {error}") from error
 
-    def close(self, last: Entry) -> None:
-        """Say a last word and end all connections."""
+    def close(self) -> None:
+        """Say End and end all connections."""
         self._closed.set()
         with contextlib.suppress(GangError):  # it has ended before
-            self.append(last)
+            self.append(End())
         self._server.close()
         for wire in self._wires.values():
             wire.close()
@@ -180,6 +202,7 @@ class Follower(Generic[Down]):
         self._decoder: msgspec.msgpack.Decoder[Down] = msgspec.msgpack.Decoder(down)
         self._encoder = msgspec.msgpack.Encoder()
         self._closed = threading.Event()
+        self._entries: queue.SimpleQueue[Down | GangError] = queue.SimpleQueue()
         deadline = time.monotonic() + timeout_seconds
         while True:
             try:
@@ -191,7 +214,7 @@ class Follower(Generic[Down]):
                 time.sleep(0.1)
         try:
             self._wire.write(self._encoder.encode(hello))
-            self._wire.sock.settimeout(max(SILENCE_SECONDS, deadline - time.monotonic()))
+            self._wire.sock.settimeout(max(SILENCE_SECONDS, timeout_seconds))  # other ranks may come later
             self.welcome = msgspec.msgpack.decode(self._wire.read(), type=Welcome)
         except (OSError, GangError, msgspec.MsgspecError) as error:
             raise GangError(f"rank 0 at {host}:{port} left: {error}") from error
@@ -200,20 +223,32 @@ class Follower(Generic[Down]):
         self.own_address: str = self._wire.sock.getsockname()[0]
         """Of this machine, on the way to rank 0."""
 
-    def start(self) -> None:
-        """Begin to be heard; from now on silence is a loss."""
+    def start(self, on_lost: Callable[[str], None]) -> None:
+        """Begin to be heard and to listen: from now on silence is a loss. `on_lost` is called on a thread of our own at once,
+        whatever this rank does meanwhile: it may be loading, or wait in a step for a rank that is lost."""
         self._wire.sock.settimeout(SILENCE_SECONDS)
+        threading.Thread(target=self._listen, args=(on_lost,), name="listen", daemon=True).start()
         threading.Thread(target=_beat, args=(lambda: self.say(Beat()), self._closed), name="beat", daemon=True).start()
 
-    def read(self) -> Down:
-        """The next entry. Raises GangError when rank 0 has ended or is silent."""
-        while True:
-            try:
+    def _listen(self, on_lost: Callable[[str], None]) -> None:
+        entry: Entry = Beat()
+        try:
+            while not isinstance(entry, End):
                 entry = self._decoder.decode(self._wire.read())
-            except (OSError, GangError, msgspec.MsgspecError) as error:
-                raise GangError(f"rank 0 is lost: {error}") from error
-            if not isinstance(entry, Beat):
-                return entry
+                if not isinstance(entry, Beat):
+                    self._entries.put(entry)
+        except (OSError, GangError, msgspec.MsgspecError) as error:
+            reason = f"rank 0 is lost: {error}"
+            self._entries.put(GangError(reason))
+            if not self._closed.is_set():
+                on_lost(reason)
+
+    def read(self) -> Down:
+        """The next entry; the last one is End. Raises GangError when rank 0 has ended or is silent."""
+        entry = self._entries.get()
+        if isinstance(entry, GangError):
+            raise entry
+        return entry
 
     def say(self, entry: Entry) -> None:
         """Tell rank 0. Raises GangError."""

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch
 
+import slipstream
 from cache_transfer.channels import base
 from cache_transfer.layout import CacheLayout
 from cache_transfer.load import CacheLoader
@@ -65,7 +66,7 @@ class Replica:
         self.gang: GangLog | None = None
         comm: Communicator | None = None
         if place is not None:
-            self.gang, comm = ranks.lead(place, fingerprint(self.layout, config), self.device)
+            self.gang, comm = ranks.lead(place, fingerprint(role, self.layout, config), self.device)
         self._engine: Engine = build.build(self.checkpoint, config.model, config.engine, parked_fraction=parked, comm=comm,
                                            log=self.gang, state_snapshots=snapshots(role))
         self.max_context = self._engine.max_context
@@ -156,9 +157,9 @@ def channel_ends(memory: CacheMemory, config: TransferConfig, *, replica_id: str
             CacheLoader(memory, channel, replica_id=replica_id, epoch=epoch, rank=rank, config=config))
 
 
-def fingerprint(layout: CacheLayout, config: Config) -> str:
+def fingerprint(role: Role, layout: CacheLayout, config: Config) -> str:
     """What all ranks of a replica must have in common."""
-    return f"{layout.hash} {config.engine}"
+    return f"{slipstream.__version__} {role.value} {layout.hash} {config.engine}"
 
 
 def snapshots(role: Role) -> int | None:
