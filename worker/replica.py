@@ -27,7 +27,7 @@ from slipstream.engine.sequence import Timing
 from slipstream.errors import SlipstreamError, UnavailableError
 from slipstream.layers.batch import AttentionCache, LayerCache
 from slipstream.layers.parallel import Communicator
-from slipstream.sharding import Shard
+from slipstream.sharding import Geometry, Shard
 from slipstream.types import EngineLoad, RequestId, Role, TokenEvent
 from worker import ranks
 from worker.gang import GangLog
@@ -73,6 +73,7 @@ class Replica:
         self.capacity: EngineLoad = self._engine.load()
         """Of the empty engine: its totals."""
         shard = comm.shard if comm is not None else None
+        self.geometry = shard.geometry if shard is not None else Geometry(stages=(len(self.checkpoint.layers),))
         self._memory = CacheMemory(self.layout, cache_tensors(self.checkpoint, self._engine.caches, shard), shard)
         self._loop: EngineLoop | None = None
 
