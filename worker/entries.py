@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.engine.log import Beat, CopyBlock, CopyState, Entry, Step, Tokens
+from slipstream.engine.log import Beat, CopyBlock, CopyState, End, Entry, Step, Tokens
 from slipstream.types import RequestId
 
 
@@ -71,10 +71,6 @@ class EndLoad(Entry, frozen=True):
 
     number: int
     committed: bool
-
-
-class End(Entry, frozen=True):
-    """The replica ends in order."""
 
 
 Down = Step | CopyBlock | CopyState | Beat | Expect | Allocated | Finish | Fail | Close | Load | CancelLoad | EndLoad | End

@@ -23,7 +23,7 @@ from slipstream import checkpoint as checkpoints
 from slipstream.config import Config, hub_cache
 from slipstream.engine import build, gang
 from slipstream.engine.executor import Published, RankExecutor
-from slipstream.engine.log import CopyBlock, CopyState, Step
+from slipstream.engine.log import CopyBlock, CopyState, End, Step
 from slipstream.errors import GangError, InternalError, SlipstreamError, by_code
 from slipstream.rpc.security import Security
 from slipstream.types import RequestId, Role
@@ -33,7 +33,6 @@ from worker.entries import (
     CancelLoad,
     Close,
     Down,
-    End,
     EndLoad,
     Expect,
     Fail,
@@ -174,7 +173,7 @@ class FollowingReplica:
         checkpoint = checkpoints.read(checkpoints.resolve(config.model.path, hub_cache()))
         device = build.device_of(config.model)
         layout = cache_layout(config, checkpoint, config.model.name, build.dtype_name(config.model, checkpoint, device))
-        self._link, comm = ranks.follow(place, fingerprint(layout, config), device)
+        self._link, comm = ranks.follow(place, fingerprint(role, layout, config), device)
         self._executor, caches = build.build_rank(checkpoint, config.model, config.engine, comm,
                                                   state_snapshots=snapshots(role))
         self._memory = CacheMemory(layout, cache_tensors(checkpoint, caches, place.shard), place.shard)

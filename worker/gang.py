@@ -28,7 +28,6 @@ from worker.entries import (
     Allocated,
     CancelLoad,
     Close,
-    End,
     EndLoad,
     Expect,
     Fail,
@@ -83,7 +82,7 @@ class GangLog:
 
     def close(self) -> None:
         """End the other ranks in order."""
-        self._leader.close(End())
+        self._leader.close()
 
     def _heard(self, rank: int, entry: Up) -> None:
         match entry:

@@ -11,7 +11,9 @@ import contextlib
 import hmac
 import logging
 import math
+import queue
 import secrets
+import select
 import socket
 import struct
 import threading
@@ -21,7 +23,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from slipstream.engine.log import Beat, Entry
+from slipstream.engine.log import Beat, End, Entry
 from slipstream.errors import GangError
 
 logger = logging.getLogger(__name__)
@@ -32,7 +34,7 @@ Up = TypeVar("Up", bound=Entry)
 SILENCE_SECONDS = 5.0
 BEAT_SECONDS = 1.0
 MAX_FRAME_BYTES = 1 << 30
-MAX_HELLO_BYTES = 1 << 16
+MAX_HELLO_BYTES = 1 << 12
 """Of one who has proved nothing yet."""
 NONCE_BYTES = 32
 
@@ -113,45 +115,61 @@ class Leader(Generic[Down, Up]):
         self._encoder = msgspec.msgpack.Encoder()
         self._order = threading.Lock()
         self._wires: dict[int, _Wire] = {}
+        self._proofs: dict[int, bytes] = {}  # ours to each, told once all have met
         self._closed = threading.Event()
         try:
-            self._server = socket.create_server((host, port))
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            self._server = socket.create_server((host, port), family=family)
         except OSError as error:
-            raise GangError(f"rank 0 cannot listen on {host}:{port}: {error}") from error
+            raise GangError(f"rank 0 cannot listen on {host}:{port}: {error}; --master must name an address of this machine "
+                            "and a free port") from error
         self.port: int = self._server.getsockname()[1]
 
     def gather(self, timeout_seconds: float, store_port: int) -> None:
-        """Wait for every other rank, and tell it where the tensor ranks meet. Raises GangError."""
+        """Wait for every other rank, then tell them where the tensor ranks meet. One that leaves before that may come again.
+        Raises GangError."""
         deadline = time.monotonic() + timeout_seconds
         while len(self._wires) < self.world - 1:
-            missing = sorted(set(range(1, self.world)) - self._wires.keys())
-            self._server.settimeout(max(0.01, deadline - time.monotonic()))
-            try:
-                sock, _ = self._server.accept()
-            except TimeoutError:
-                raise GangError(f"ranks {missing} of {self.world} did not come within {timeout_seconds:.0f} s") from None
-            wire = _Wire(sock)
-            try:
-                nonce = secrets.token_bytes(NONCE_BYTES)
-                wire.write(self._encoder.encode(Challenge(nonce=nonce)))
-                said = wire.read(MAX_HELLO_BYTES, min(deadline, time.monotonic() + SILENCE_SECONDS))
-                hello = msgspec.msgpack.decode(said, type=Hello)
-                if hmac.compare_digest(hello.proof, _proof(self._token, "follower", nonce, hello.nonce)):
-                    problem = self._problem(hello)
-                    welcome = Welcome(problem=problem, store_port=store_port,
-                                      proof=_proof(self._token, "leader", nonce, hello.nonce))
-                else:
-                    problem = f"rank {hello.rank} has another security.token_file, or none"
-                    welcome = Welcome(problem=problem)
-                wire.write(self._encoder.encode(welcome))
-            except (OSError, GangError, msgspec.MsgspecError) as error:
-                problem = f"said no Hello: {error}"
-            if problem:
-                logger.warning("a rank was refused: %s", problem)
-                wire.close()
-                continue
-            self._wires[hello.rank] = wire
+            ready, _, _ = select.select([self._server, *(wire.sock for wire in self._wires.values())], [], [],
+                                        max(0.0, deadline - time.monotonic()))
+            if not ready:
+                missing = sorted(set(range(1, self.world)) - self._wires.keys())
+                raise GangError(f"ranks {missing} of {self.world} did not come within {timeout_seconds:.0f} s; start them with "
+                                "the same --master and --epoch")
+            for rank, wire in list(self._wires.items()):
+                if wire.sock in ready:  # nobody says anything before the Welcome
+                    logger.warning("rank %d has left; waiting for it to come again", rank)
+                    self._wires.pop(rank).close()
+            if self._server in ready:
+                self._admit(deadline)
         self._server.close()
+        for rank, wire in self._wires.items():
+            try:
+                wire.write(self._encoder.encode(Welcome(store_port=store_port, proof=self._proofs[rank])))
+            except OSError as error:
+                raise GangError(f"rank {rank} left before all ranks had met: {error}") from error
+
+    def _admit(self, deadline: float) -> None:
+        """Hear who connects."""
+        wire = _Wire(self._server.accept()[0])
+        try:
+            nonce = secrets.token_bytes(NONCE_BYTES)
+            wire.write(self._encoder.encode(Challenge(nonce=nonce)))
+            said = wire.read(MAX_HELLO_BYTES, min(deadline, time.monotonic() + SILENCE_SECONDS))
+            hello = msgspec.msgpack.decode(said, type=Hello)
+            ours = b""
+            if hmac.compare_digest(hello.proof, _proof(self._token, "follower", nonce, hello.nonce)):
+                problem, ours = self._problem(hello), _proof(self._token, "leader", nonce, hello.nonce)
+            else:
+                problem = f"rank {hello.rank} has another security.token_file, or none"
+            if not problem:
+                self._wires[hello.rank], self._proofs[hello.rank] = wire, ours
+                return
+            wire.write(self._encoder.encode(Welcome(problem=problem, proof=ours)))
+        except (OSError, GangError, msgspec.MsgspecError) as error:
+            problem = f"said no Hello: {error}"
+        logger.warning("a rank was refused: %s", problem)
+        wire.close()
 
     def _problem(self, hello: Hello) -> str:
         if hello.epoch != self._epoch:
@@ -180,11 +198,11 @@ class Leader(Generic[Down, Up]):
                 except OSError as error:
                     raise GangError(f"rank {rank} takes nothing any more: {error}") from error
 
-    def close(self, last: Entry) -> None:
-        """Say a last word and end all connections."""
+    def close(self) -> None:
+        """Say End and end all connections."""
         self._closed.set()
         with contextlib.suppress(GangError):  # it has ended before
-            self.append(last)
+            self.append(End())
         self._server.close()
         for wire in self._wires.values():
             wire.close()
@@ -214,6 +232,7 @@ class Follower(Generic[Down]):
         self._decoder: msgspec.msgpack.Decoder[Down] = msgspec.msgpack.Decoder(down)
         self._encoder = msgspec.msgpack.Encoder()
         self._closed = threading.Event()
+        self._entries: queue.SimpleQueue[Down | GangError] = queue.SimpleQueue()
         deadline = time.monotonic() + timeout_seconds
         while True:
             try:
@@ -224,11 +243,12 @@ class Follower(Generic[Down]):
                     raise GangError(f"rank 0 does not answer at {host}:{port}: {error}") from error
                 time.sleep(0.1)
         try:
-            self._wire.sock.settimeout(max(SILENCE_SECONDS, deadline - time.monotonic()))
+            self._wire.sock.settimeout(SILENCE_SECONDS)
             challenge = msgspec.msgpack.decode(self._wire.read(MAX_HELLO_BYTES), type=Challenge).nonce
             nonce = secrets.token_bytes(NONCE_BYTES)
             hello = msgspec.structs.replace(hello, nonce=nonce, proof=_proof(token, "follower", challenge, nonce))
             self._wire.write(self._encoder.encode(hello))
+            self._wire.sock.settimeout(max(SILENCE_SECONDS, deadline - time.monotonic()))  # other ranks may come later
             self.welcome = msgspec.msgpack.decode(self._wire.read(MAX_HELLO_BYTES), type=Welcome)
         except (OSError, GangError, msgspec.MsgspecError) as error:
             raise GangError(f"rank 0 at {host}:{port} left: {error}") from error
@@ -239,20 +259,32 @@ class Follower(Generic[Down]):
         self.own_address: str = self._wire.sock.getsockname()[0]
         """Of this machine, on the way to rank 0."""
 
-    def start(self) -> None:
-        """Begin to be heard; from now on silence is a loss."""
+    def start(self, on_lost: Callable[[str], None]) -> None:
+        """Begin to be heard and to listen: from now on silence is a loss. `on_lost` is called on a thread of our own at once,
+        whatever this rank does meanwhile: it may be loading, or wait in a step for a rank that is lost."""
         self._wire.sock.settimeout(SILENCE_SECONDS)
+        threading.Thread(target=self._listen, args=(on_lost,), name="listen", daemon=True).start()
         threading.Thread(target=_beat, args=(lambda: self.say(Beat()), self._closed), name="beat", daemon=True).start()
 
-    def read(self) -> Down:
-        """The next entry. Raises GangError when rank 0 has ended or is silent."""
-        while True:
-            try:
+    def _listen(self, on_lost: Callable[[str], None]) -> None:
+        entry: Entry = Beat()
+        try:
+            while not isinstance(entry, End):
                 entry = self._decoder.decode(self._wire.read())
-            except (OSError, GangError, msgspec.MsgspecError) as error:
-                raise GangError(f"rank 0 is lost: {error}") from error
-            if not isinstance(entry, Beat):
-                return entry
+                if not isinstance(entry, Beat):
+                    self._entries.put(entry)
+        except (OSError, GangError, msgspec.MsgspecError) as error:
+            reason = f"rank 0 is lost: {error}"
+            self._entries.put(GangError(reason))
+            if not self._closed.is_set():
+                on_lost(reason)
+
+    def read(self) -> Down:
+        """The next entry; the last one is End. Raises GangError when rank 0 has ended or is silent."""
+        entry = self._entries.get()
+        if isinstance(entry, GangError):
+            raise entry
+        return entry
 
     def say(self, entry: Entry) -> None:
         """Tell rank 0. Raises GangError."""

@@ -80,7 +80,6 @@ def main(role: Role, mount: Mount, arguments: Sequence[str] | None = None) -> in
 
 
 async def _serve(arguments: argparse.Namespace, identity: Identity, replica: Replica, mount: Mount, trusted: Security) -> int:
-    stop = process.stop_event()
     store, loader = replica.channel_ends(replica_id=identity.replica_id, epoch=identity.epoch,
                                          host=split_address(arguments.listen)[0], security=trusted)
     service = mount(identity, replica, store, loader)
@@ -91,7 +90,8 @@ async def _serve(arguments: argparse.Namespace, identity: Identity, replica: Rep
     store.add_to(server)
     service.address = advertised(await listen(server, arguments.listen, trusted), arguments.advertise)
     if replica.gang is not None:
-        service.other_addresses = await asyncio.to_thread(replica.gang.addresses, ranks.MEET_SECONDS)
+        service.other_addresses = await asyncio.to_thread(replica.gang.addresses, ranks.LOAD_SECONDS)
+    stop = process.stop_event()  # until now there is nothing to drain, and a signal ends the process
     metrics = MetricsServer(service.metrics.registry)
     if target := metrics_target(arguments.listen, arguments.metrics_listen):
         service.metrics_address = reachable(await metrics.listen(target), arguments.listen, service.address)

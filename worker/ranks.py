@@ -18,7 +18,7 @@ from slipstream.config import Config, PoolConfig, hub_cache
 from slipstream.errors import ConfigError, GangError
 from slipstream.layers import parallel
 from slipstream.layers.parallel import Communicator
-from slipstream.rpc.server import bound, join_address
+from slipstream.rpc.server import bound, join_address, split_address
 from slipstream.sharding import Shard
 from slipstream.types import Role
 from worker.entries import Down, Up
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 MEET_SECONDS = 120.0
 """Longest wait for all ranks to come: they start together."""
+LOAD_SECONDS = 1800.0
+"""Longest wait for the other ranks' weights once our own are here: a disk may be slow, and a rank that ends is noticed."""
 STEP_SECONDS = 60.0
 """A rank that takes no part in a step for so long is lost."""
 
@@ -63,22 +65,26 @@ def place(config: Config, role: Role, *, pool: str, rank: int, world: int, maste
           token: str = "") -> Place | None:
     """None: the replica is this one process. `world` 0: as the pool says. Raises ConfigError for what does not fit."""
     wanted = pool_of(config, role, pool)
-    if (wanted.tp, wanted.pp, rank, world) in ((1, 1, 0, 0), (1, 1, 0, 1)):
+    if (wanted.tp, wanted.pp, wanted.stages, rank) == (1, 1, (), 0) and world in (0, 1):
         return None
     checkpoint = checkpoints.read(checkpoints.resolve(config.model.path, hub_cache()))
     geometry = sharding.plan(checkpoint, tp=wanted.tp, pp=wanted.pp, stages=wanted.stages)
     if world not in (0, geometry.world) or not 0 <= rank < geometry.world:
         raise ConfigError(f"rank {rank} of {world or geometry.world}: the pool has tp {geometry.tp} and pp {geometry.pp}, so "
                           f"{geometry.world} ranks, from 0 on", field="pools")
+    if geometry.world == 1:
+        return None
     if config.security.tls_cert and not token:
         raise ConfigError(f"pool {pool or role.value} has {geometry.world} ranks, which prove themselves by the token, not "
                           "by certificates: set security.token_file too", field="security.token_file")
-    host, separator, port = master.rpartition(":")
-    if not separator or not port.isdigit():
-        raise ConfigError(f"a replica of {geometry.world} ranks needs --master HOST:PORT, where its rank 0 listens",
-                          field="master")
-    return Place(shard=Shard(geometry=geometry, rank=rank), master=(host.strip("[]"), int(port)), epoch=epoch,
-                 token=token)
+    try:
+        host, port = split_address(master)
+        if not port:
+            raise ConfigError("port 0 would be another one on each rank", field="master")
+    except ConfigError as error:
+        raise ConfigError(f"a replica of {geometry.world} ranks needs --master HOST:PORT, where its rank 0 listens: "
+                          f"{error.message}", field="master") from error
+    return Place(shard=Shard(geometry=geometry, rank=rank), master=(host, port), epoch=epoch, token=token)
 
 
 def lead(place: Place, fingerprint: str, device: torch.device) -> tuple[GangLog, Communicator]:
@@ -106,7 +112,7 @@ def follow(place: Place, fingerprint: str, device: torch.device) -> tuple[Follow
     shard = place.shard
     hello = Hello(rank=shard.rank, world=shard.geometry.world, epoch=place.epoch, fingerprint=_digest(place, fingerprint))
     link: Follower[Down] = Follower(host, port, hello, down=Down, timeout_seconds=MEET_SECONDS, token=place.token)
-    link.start()
+    link.start(_end)
     store = TCPStore(host, link.welcome.store_port, is_master=False, timeout=timedelta(seconds=MEET_SECONDS))
     return link, _meet(place, store, device, link.own_address)
 
@@ -123,6 +129,7 @@ def _digest(place: Place, fingerprint: str) -> str:
 
 
 def _end(reason: str) -> None:
-    """A replica without one of its ranks is none: routers see the connection go and resume elsewhere, the others see it too."""
-    logger.critical("%s; this replica ends", reason)
+    """A replica without one of its ranks is none: routers see the connection go and resume elsewhere, the others see it too. At
+    once: this rank may wait in a step for the one that is lost."""
+    logger.critical("%s; this rank ends", reason)
     os._exit(1)

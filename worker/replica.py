@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch
 
+import slipstream
 from cache_transfer.layout import CacheLayout
 from cache_transfer.load import CacheLoader
 from cache_transfer.memory import CacheMemory
@@ -27,7 +28,7 @@ from slipstream.errors import SlipstreamError, UnavailableError
 from slipstream.layers.batch import AttentionCache, LayerCache
 from slipstream.layers.parallel import Communicator
 from slipstream.rpc.security import Security
-from slipstream.sharding import Shard
+from slipstream.sharding import Geometry, Shard
 from slipstream.types import EngineLoad, RequestId, Role, TokenEvent
 from worker import ranks
 from worker.gang import GangLog
@@ -66,13 +67,14 @@ class Replica:
         self.gang: GangLog | None = None
         comm: Communicator | None = None
         if place is not None:
-            self.gang, comm = ranks.lead(place, fingerprint(self.layout, config), self.device)
+            self.gang, comm = ranks.lead(place, fingerprint(role, self.layout, config), self.device)
         self._engine: Engine = build.build(self.checkpoint, config.model, config.engine, parked_fraction=parked, comm=comm,
                                            log=self.gang, state_snapshots=snapshots(role))
         self.max_context = self._engine.max_context
         self.capacity: EngineLoad = self._engine.load()
         """Of the empty engine: its totals."""
         shard = comm.shard if comm is not None else None
+        self.geometry = shard.geometry if shard is not None else Geometry(stages=(len(self.checkpoint.layers),))
         self._memory = CacheMemory(self.layout, cache_tensors(self.checkpoint, self._engine.caches, shard), shard)
         self._loop: EngineLoop | None = None
 
@@ -159,9 +161,9 @@ def channel_ends(memory: CacheMemory, config: TransferConfig, *, replica_id: str
             CacheLoader(memory, paths, replica_id=replica_id, epoch=epoch, rank=rank, config=config, security=security))
 
 
-def fingerprint(layout: CacheLayout, config: Config) -> str:
+def fingerprint(role: Role, layout: CacheLayout, config: Config) -> str:
     """What all ranks of a replica must have in common."""
-    return f"{layout.hash} {config.engine}"
+    return f"{slipstream.__version__} {role.value} {layout.hash} {config.engine}"
 
 
 def snapshots(role: Role) -> int | None:

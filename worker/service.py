@@ -196,8 +196,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             block_size=replica.config.engine.block_size, total_blocks=replica.capacity.total_blocks,
             total_state_slots=replica.capacity.total_state_slots, max_context=replica.max_context,
             max_running=replica.config.engine.max_running, draining=self._jobs.draining, pid=os.getpid(),
-            version=slipstream.__version__, device=str(replica.device), dtype=replica.dtype, tensor_parallel=1,
-            pipeline_parallel=1, metrics_address=self.metrics_address)
+            version=slipstream.__version__, device=str(replica.device), dtype=replica.dtype,
+            tensor_parallel=replica.geometry.tp, pipeline_parallel=replica.geometry.pp, metrics_address=self.metrics_address)
 
     def _fixed_fields(self) -> dict[str, str]:
         """What does not change, for the log and the metrics. A prefix is found again in whole blocks only, and a prompt of a

@@ -75,6 +75,10 @@ class Beat(Entry, frozen=True):
     """Nothing: whoever says nothing for too long is lost."""
 
 
+class End(Entry, frozen=True):
+    """The replica ends in order: nothing comes after this."""
+
+
 # Up -------------------------------------------------------------------------------------------------------------------
 
 

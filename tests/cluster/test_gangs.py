@@ -29,6 +29,8 @@ async def test_the_right_answers_in_every_geometry(tmp_path: Path, source: tuple
         decode, *_ = cluster.start_gang("decode", *destination)
         async with pair(prefill.address, decode.address) as both:
             assert len(both.prefill.info.cache_store_addresses) == source[0] * source[1]
+            info = both.prefill.info
+            assert (info.tensor_parallel, info.pipeline_parallel) == source
             sent: dict[str, list[int]] = {}
             for sample in samples.all()[::9] * 2:
                 prompt = Prompt(tokens=sample.tokens, pixels=sample.pixels, grids=sample.grids,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import queue
 from typing import Any
@@ -28,7 +27,7 @@ from tests.support.samples import Samples
 from worker.link import Follower, Hello, Leader
 
 CONFIG = EngineConfig(kv_cache_tokens=16 * 60, max_running=8, max_batch_tokens=96, growth_tokens=8, state_snapshots=6)
-Down = log.Step | log.CopyBlock | log.CopyState | log.Beat
+Down = log.Step | log.CopyBlock | log.CopyState | log.Beat | log.End
 Up = log.Tokens | log.Beat
 
 
@@ -123,20 +122,19 @@ def test_the_tokens_of_one_rank_alone(tp: int, pp: int, alone: dict[tuple[str, i
         engine = Engine(model, checkpoint, CONFIG, comm=comm, log=QueueLog(leader))
         poison(engine)
         found = serve(engine)
-        leader.close(log.Beat())
+        leader.close()
         return found
 
     def follow(comm: Communicator, model: Any) -> Any:
         hello = Hello(rank=comm.shard.rank, world=geometry.world, epoch=1, fingerprint="same")
         link: Follower[Any] = Follower("127.0.0.1", port.get(timeout=30), hello, down=Down, timeout_seconds=30)
-        link.start()
+        link.start(lambda reason: None)
         own = caches.allocate(comm.shard.specs(checkpoint.layers), CONFIG, CONFIG.max_running + CONFIG.state_snapshots,
                               torch.float32, torch.device("cpu"))
         local = RankExecutor(model, own, CONFIG.block_size, torch.device("cpu"), comm,
                              hidden=(checkpoint.hidden_size, torch.float32))
-        with contextlib.suppress(GangError):  # rank 0 has ended
-            while True:
-                gang.follow(link.read(), local, link.say, lambda published, layer: None)
+        while not isinstance(entry := link.read(), log.End):
+            gang.follow(entry, local, link.say, lambda published, layer: None)
 
     (found, *_) = ranks.run(geometry, work)
     assert found == alone

@@ -6,15 +6,16 @@ import contextlib
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from slipstream.engine.log import Beat, CopyBlock, CopyState
+from slipstream.engine.log import CopyBlock, CopyState, End
 from slipstream.errors import GangError
 from worker import link, ranks
 from worker.entries import Down, LoadEnded, Serving, Up
@@ -35,23 +36,17 @@ def follower(leader: Leader[Any, Up], said: Hello) -> Follower[Down]:
 
 
 def gathered(leader: Leader[Any, Up], *said: Hello) -> tuple[list[Follower[Down]], list[str]]:
-    """Those who were welcomed, and what the others were told."""
-    found: list[Follower[Down]] = []
-    refusals: list[str] = []
-
-    def come() -> None:
-        for one in said:
-            try:
-                found.append(follower(leader, one))
-            except GangError as error:
-                refusals.append(error.message)
-
-    coming = threading.Thread(target=come)
-    coming.start()
-    leader.gather(5, 4321)
-    coming.join(5)
+    """Those who were welcomed, and what the others were told. The last of them comes after the refusals: all wait for it."""
+    with ThreadPoolExecutor() as pool:
+        gathering = pool.submit(leader.gather, 5, 4321)
+        coming = [pool.submit(follower, leader, one) for one in said[:-1]]
+        refused = [next(as_completed(coming)) for _ in range(len(said) - leader.world + 1)]
+        coming.append(pool.submit(follower, leader, said[-1]))
+        gathering.result()
+        refusals = [str(one.exception()) for one in refused]
+        found = [one.result() for one in coming if one not in refused]
     for one in found:
-        one.start()
+        one.start(lambda reason: None)
     return found, refusals
 
 
@@ -67,14 +62,14 @@ def test_who_does_not_belong_is_refused_with_the_reason(leader: Leader[Any, Up],
     found, (refusal,) = gathered(leader, hello(2), wrong, hello(1))
     assert [one.welcome.store_port for one in found] == [4321, 4321]
     assert words in refusal
-    leader.close(Beat())
+    leader.close()
 
 
 def test_a_stranger_does_no_harm(leader: Leader[Any, Up]) -> None:
     with socket.create_connection(("127.0.0.1", leader.port)) as stranger:
         stranger.sendall(b"\x05\0\0\0hello")
         assert len(gathered(leader, hello(1), hello(2))[0]) == 2
-    leader.close(Beat())
+    leader.close()
 
 
 @pytest.mark.parametrize(("ours", "theirs", "says"), [
@@ -96,7 +91,7 @@ def test_a_rank_proves_that_it_knows_the_token(ours: str, theirs: str, says: str
             assert refused(stranger)
         assert come(ours).welcome.store_port == 4321
         gathering.result(5)
-    leader.close(Beat())
+    leader.close()
 
 
 def test_a_false_rank_0_is_found_out() -> None:
@@ -116,7 +111,7 @@ def test_a_stranger_cannot_make_rank_0_take_much(leader: Leader[Any, Up], bytes_
     with socket.create_connection(("127.0.0.1", leader.port)) as stranger:
         stranger.sendall(bytes_)
         assert len(gathered(leader, hello(1), hello(2))[0]) == 2
-    leader.close(Beat())
+    leader.close()
 
 
 def test_a_stranger_cannot_keep_rank_0_drop_by_drop(monkeypatch: pytest.MonkeyPatch, leader: Leader[Any, Up]) -> None:
@@ -135,7 +130,7 @@ def test_a_stranger_cannot_keep_rank_0_drop_by_drop(monkeypatch: pytest.MonkeyPa
         assert len(gathered(leader, hello(1), hello(2))[0]) == 2
         stop.set()
         dripping.join()
-    leader.close(Beat())
+    leader.close()
 
 
 def frame(message: msgspec.Struct) -> bytes:
@@ -163,7 +158,7 @@ def test_missing_ranks_are_named(leader: Leader[Any, Up]) -> None:
     threading.Thread(target=lambda: follower(leader, hello(2)), daemon=True).start()
     with pytest.raises(GangError, match=r"ranks \[1\] of 3 did not come within 1 s"):
         leader.gather(1, 0)
-    leader.close(Beat())
+    leader.close()
 
 
 def test_all_ranks_read_what_several_threads_write_in_one_order(leader: Leader[Any, Up]) -> None:
@@ -186,7 +181,7 @@ def test_all_ranks_read_what_several_threads_write_in_one_order(leader: Leader[A
     other.say(LoadEnded(number=3, code="coverage", message="torn"))
     assert [heard.get(timeout=5) for _ in range(2)] == [
         (2, Serving(address="here")), (2, LoadEnded(number=3, code="coverage", message="torn"))]
-    leader.close(Beat())
+    leader.close()
 
 
 @pytest.mark.parametrize("end", [lambda one: one.close(), lambda one: one._closed.set()], ids=["ended", "silent"])
@@ -202,6 +197,55 @@ def test_a_rank_that_is_lost_is_named(monkeypatch: pytest.MonkeyPatch, leader: L
     end(other)
     assert lost.get(timeout=5).startswith("rank 2 is lost: ")
     assert lost.empty()
-    leader.close(Beat())
-    with pytest.raises(GangError, match="rank 0 is lost"):
-        one.read()
+    leader.close()
+    assert one.read() == End()
+
+
+def test_a_rank_that_leaves_before_all_have_come_may_come_again(leader: Leader[Any, Up]) -> None:
+    with ThreadPoolExecutor() as pool:
+        gathering = pool.submit(leader.gather, 5, 4321)
+        with socket.create_connection(("127.0.0.1", leader.port)) as first:
+            said = msgspec.msgpack.encode(hello(1))
+            first.sendall(len(said).to_bytes(4, "little") + said)
+            while not leader._wires:
+                time.sleep(0.01)
+        coming = [pool.submit(follower, leader, hello(rank)) for rank in (1, 2)]
+        gathering.result()
+        assert [one.result().welcome.store_port for one in coming] == [4321, 4321]
+    leader.close()
+
+
+@pytest.mark.parametrize("silent", [False, True], ids=["ended", "silent"])
+def test_a_rank_hears_of_a_lost_rank_0_whatever_it_does(monkeypatch: pytest.MonkeyPatch, leader: Leader[Any, Up], silent: bool
+                                                        ) -> None:
+    """It loads its weights, or waits in a step, and reads nothing."""
+    monkeypatch.setattr(link, "SILENCE_SECONDS", 0.5)
+    lost: queue.Queue[str] = queue.Queue()
+    with ThreadPoolExecutor() as pool:
+        coming = [pool.submit(follower, leader, hello(rank)) for rank in (1, 2)]
+        leader.gather(5, 0)
+        found = [one.result() for one in coming]
+    for one in found:
+        one.start(lost.put)
+    if not silent:
+        for wire in leader._wires.values():
+            wire.close()
+    assert [lost.get(timeout=3).partition(":")[0] for _ in found] == ["rank 0 is lost"] * 2
+    for one in found:
+        with pytest.raises(GangError, match="rank 0 is lost"):
+            one.read()
+
+
+def test_an_end_in_order_is_no_loss(leader: Leader[Any, Up]) -> None:
+    lost: queue.Queue[str] = queue.Queue()
+    with ThreadPoolExecutor() as pool:
+        coming = [pool.submit(follower, leader, hello(rank)) for rank in (1, 2)]
+        leader.gather(5, 0)
+        found = [one.result() for one in coming]
+    for one in found:
+        one.start(lost.put)
+    leader.start(lambda rank, entry: None, lost.put)
+    leader.close()
+    assert [one.read() for one in found] == [End(), End()]
+    with pytest.raises(queue.Empty):
+        lost.get(timeout=0.2)
