@@ -20,7 +20,8 @@ MASTER = "127.0.0.1:4000"
 
 def place(cut: dict[str, Any], **said: Any) -> ranks.Place | None:
     config = Config(pools={"prefill": PoolConfig(role=Role.PREFILL, **cut), "decode": PoolConfig(role=Role.DECODE)})
-    return ranks.place(config, Role.PREFILL, **{"pool": "", "rank": 0, "world": 0, "master": MASTER, "epoch": 1} | said)
+    defaults: dict[str, Any] = {"pool": "", "rank": 0, "world": 0, "master": MASTER, "epoch": 1}
+    return ranks.place(config, Role.PREFILL, **defaults | said)
 
 
 def test_a_rank_knows_its_place() -> None:
