@@ -146,7 +146,8 @@ def scale(
 ) -> None:
     """Give pools of a running deployment other numbers of replicas, and wait for it.
 
-    What comes has to serve before anything goes; what goes drains first. No request is lost.
+    What comes has to serve before anything goes; what goes drains first. No request is lost. Ending this command ends the
+    wait, not the scaling.
     Of the configuration only [security] is used: the supervisor's.
     """
     from launch import client, directory
@@ -164,6 +165,7 @@ def scale(
     address = supervisor or client.get(url, "/status").get("supervisor", "")
     if not address:
         raise ConfigError(f"the router at {url} has no supervisor: its workers were named with --worker")
+    typer.echo(f"scaling to {', '.join(replicas)}; new replicas load their weights first", err=True)
     for pool, now in sorted(directory.scale(address, wanted, trusted).items()):
         typer.echo(f"{pool} {now}")
 

@@ -166,6 +166,10 @@ class Node:
 
 def check_room(wanted: Sequence[Member], cpus: float, gpus: int) -> None:
     """Raise PlacementError if a machine that offers so many CPUs and GPUs, and that nobody can join, is too small for all."""
+    processes = sum(member.world for member in wanted)
+    if wanted and processes > (most := wanted[0].config.ray.max_processes):
+        raise PlacementError(f"the deployment would have {processes} processes on this machine, and ray.max_processes allows "
+                             f"{most}")
     left, free = cpus, gpus
     for member in wanted:
         if member.spec is not None and (named := {*member.labels, *member.spec.resources}):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import shutil
 import tempfile
 import time
@@ -142,7 +141,7 @@ class Supervisor:
         config, shared = self._config.ray, self._deployment
         if not config.address:
             self._gpus = await asyncio.to_thread(session.gpus_here) if any(one.gpus for one in self._members) else 0
-            check_room(self._members, config.cpus or math.inf, self._gpus)
+            check_room(self._members, config.cpus or session.MANY_CPUS, self._gpus)
         self._report(f"joining the Ray cluster at {config.address}" if config.address else "starting Ray on this machine")
         self._opening = session.Opening(config.address, config.deployment, config.cpus or session.MANY_CPUS, self._gpus,
                                         self._on_ray)
@@ -226,15 +225,20 @@ class Supervisor:
             raise UnavailableError("the deployment is not up: it is starting or ending", retry_after_seconds=1.0)
         task = asyncio.create_task(self._scale(replicas))  # whoever asked may go away
         self._scales.add(task)
-        task.add_done_callback(self._scales.discard)
+        task.add_done_callback(self._scaled)
         return await asyncio.shield(task)
+
+    def _scaled(self, task: asyncio.Task[dict[str, int]]) -> None:
+        self._scales.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._report(f"not scaled: {error}")
 
     async def _scale(self, replicas: Mapping[str, int]) -> dict[str, int]:
         async with self._scaling:
             wanted = config_module.scaled(self._config, replicas)
             goal, have = members(wanted), {one.member.name for one in self._keepers}
             if self._deployment.is_local:
-                check_room(goal, wanted.ray.cpus or math.inf, self._gpus)
+                check_room(goal, wanted.ray.cpus or session.MANY_CPUS, self._gpus)
             new = await self._reserve([one for one in goal if one.name not in have], {})
             try:
                 await self._launch(new, time.monotonic() + wanted.ray.start_seconds)

@@ -197,6 +197,8 @@ class RayConfig:
     of the same name takes over the processes that serve."""
     cpus: float = 0.0
     """CPUs that a cluster started here offers; 0: as many as the deployment asks for, also when it is scaled."""
+    max_processes: int = 64
+    """Most processes of a deployment on a cluster that is started here: memory is not counted, and `scale` may ask for many."""
     placement_seconds: float = 8.0
     """Longest wait for room; raise it where nodes join on demand."""
     start_seconds: float = 300.0
@@ -324,10 +326,16 @@ def to_dict(config: Config) -> dict[str, Any]:
     return result
 
 
+_LABEL = re.compile(r"!?(?:in\([\w.-]+(?: *, *[\w.-]+)*\)|[\w.-]+)")
+
+
 def _check(config: Config) -> None:
     """Ranges that a type cannot say."""
     for role in Role:
         if not any(pool.role is role and pool.replicas > 0 for pool in config.pools.values()):
+            if own := [name for name, pool in config.pools.items() if pool.role is role]:
+                raise ConfigError(f"pools.{own[0]}.replicas: a deployment needs a {role.value} replica, at least one",
+                                  field=f"pools.{own[0]}.replicas")
             raise ConfigError(f"no pool has role {role.value}; add one: [pools.{role.value}] role = \"{role.value}\"",
                               field="pools")
     for name, pool in config.pools.items():
@@ -335,6 +343,10 @@ def _check(config: Config) -> None:
             if getattr(pool, key) < least:
                 raise ConfigError(f"pools.{name}.{key} must be at least {least}, not {getattr(pool, key):g}",
                                   field=f"pools.{name}.{key}")
+        for label, selector in pool.labels.items():
+            if not _LABEL.fullmatch(selector):
+                raise ConfigError(f"pools.{name}.labels.{label}: {selector!r} selects no label; write \"a\", \"!a\", "
+                                  "\"in(a,b)\" or \"!in(a,b)\"", field=f"pools.{name}.labels.{label}")
         if doubled := {"CPU", "GPU"} & pool.resources.keys():
             raise ConfigError(f"pools.{name}.resources: {min(doubled)} is reserved with cpus and gpus",
                               field=f"pools.{name}.resources")

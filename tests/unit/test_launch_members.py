@@ -175,3 +175,15 @@ def test_a_ray_job_has_to_join_and_hears_when_it_would_be_killed_while_it_drains
         check_job(alone, 60.0)
     assert "kills this job after 3 s" in check_job(joined, 3.0)
     assert check_job(joined, 60.0) == ""
+
+
+def test_a_machine_of_its_own_is_not_flooded_with_processes() -> None:
+    check_room(members(config.load(None, ["pools.decode.replicas=62"])), 1024, 0)  # and a prefill replica, and a router
+    with pytest.raises(PlacementError, match="65 processes on this machine, and ray.max_processes allows 64"):
+        check_room(members(config.load(None, ["pools.decode.replicas=63"])), 1024, 0)
+
+
+@pytest.mark.parametrize("selector", ["a", "!a", "in(a,b)", "!in(a, b-1)", "mi300x_8.2"])
+def test_labels_that_ray_understands_are_let_through(selector: str) -> None:
+    made = config.load(None, [f"pools.decode.labels.zone='{selector}'"])
+    assert made.pools["decode"].labels == {"zone": selector}
