@@ -100,7 +100,7 @@ def test_scaled_is_the_same_with_other_numbers() -> None:
     assert config.scaled(made, {"decode": 3}) == config.load(None, ["pools.decode.tp=2", "pools.decode.replicas=3"])
     with pytest.raises(ConfigError, match="there is no pool 'x'; pools: prefill, decode"):
         config.scaled(made, {"x": 1})
-    with pytest.raises(ConfigError, match="no pool has role decode"):
+    with pytest.raises(ConfigError, match="needs a decode replica"):
         config.scaled(made, {"decode": 0})
 
 

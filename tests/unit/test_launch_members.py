@@ -179,7 +179,7 @@ def test_a_ray_job_has_to_join_and_hears_when_it_would_be_killed_while_it_drains
 
 def test_a_machine_of_its_own_is_not_flooded_with_processes() -> None:
     check_room(members(config.load(None, ["pools.decode.replicas=62"])), 1024, 0)  # and a prefill replica, and a router
-    with pytest.raises(PlacementError, match="65 processes on this machine, and ray.max_processes allows 64"):
+    with pytest.raises(PlacementError, match=r"65 processes on this machine, and ray\.max_processes allows 64"):
         check_room(members(config.load(None, ["pools.decode.replicas=63"])), 1024, 0)
 
 
