@@ -17,6 +17,10 @@ PROMPT = Ask(name="long", path="/v1/completions", body={
     "prompt": "A value from a very long list. " * 120, "max_tokens": 40, "ignore_eos": True, "temperature": 1.0, "seed": 3})
 
 
+OVER_THE_LINK = ["transfer.channel=grpc"]
+"""Else the bytes would go past it: both ends are on one host."""
+
+
 class Link:
     """Passes bytes on between whoever connects and `target`, until it is cut; connections made after that pass again."""
 
@@ -69,8 +73,8 @@ async def test_a_link_that_is_cut_costs_a_resume(tmp_path: Path, silent: bool) -
     port, cluster = free_port(), Cluster(tmp_path)
     link = Link(("127.0.0.1", port))
     try:
-        (decode,) = cluster.start_workers("decode")
-        (prefill,) = cluster.start_each(("prefill", []), listen=f"127.0.0.1:{port}", advertise=await link.listen())
+        (decode,) = cluster.start_each(("decode", OVER_THE_LINK))
+        (prefill,) = cluster.start_each(("prefill", OVER_THE_LINK), listen=f"127.0.0.1:{port}", advertise=await link.listen())
         prefill.address = f"127.0.0.1:{port}"  # the router does not pass through the link
         router = cluster.start_router([prefill, decode])
         async with httpx.AsyncClient(base_url=f"http://{router.address}", timeout=60) as client:

@@ -75,10 +75,13 @@ def cluster(python: str) -> Iterator[tuple[RayNodes, str]]:
 
 
 def job(dashboard: str, verb: str, *arguments: str) -> str:
-    done = subprocess.run([RAY, "job", verb, "--address", dashboard, *arguments], env=os.environ | OPEN, capture_output=True,
-                          text=True, timeout=90)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    deadline = time.monotonic() + 60
+    while True:
+        done = subprocess.run([RAY, "job", verb, "--address", dashboard, *arguments], env=os.environ | OPEN,
+                              capture_output=True, text=True, timeout=90)
+        if "No available agent" not in done.stderr or time.monotonic() > deadline:  # a cluster that has just begun
+            assert done.returncode == 0, done.stdout + done.stderr
+            return done.stdout
 
 
 def until_it_says(dashboard: str, name: str, pattern: str) -> str:
