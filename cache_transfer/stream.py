@@ -160,11 +160,10 @@ class Stream:
         source = self._memory.spans(self._prompt.where, ranges)
         target = spans.EMPTY if self._invited is None else self._invited.spans(ranges)
         header = frames.data_header(ranges, spans.checksum(source) if self._checksum else None)
-        payload = await self._way.channel.send(self._way.peer, source, target)
-        frame = b"".join((header, *payload))
         try:
             async with asyncio.timeout(self._stall_seconds):
-                await self._write(frame)
+                payload = await self._way.channel.send(self._way.peer, source, target)
+                await self._write(b"".join((header, *payload)))
         except TimeoutError as error:
             raise LostError(f"the destination took nothing for {self._stall_seconds} s") from error
 

@@ -117,7 +117,7 @@ class RdmaConfig:
     """[transfer.rdma]: the one-sided channel."""
 
     engine: str = "auto"
-    """`nixl`, `mooncake` or `mori`; `auto` takes the first of them that is installed. Both sides need the same."""
+    """`nixl` or `mooncake`; `auto` takes the first of them that is installed. Both sides need the same."""
     quarantine_seconds: float = 10.0
     """How long a source on another host that does not say that it has stopped writing is waited for, before what it may write
     to is closed."""

@@ -1,4 +1,4 @@
-"""One-sided: the source writes straight into the destination's memory, by the engine that is installed (NIXL, Mooncake, MoRI).
+"""One-sided: the source writes straight into the destination's memory, by the engine that is installed (NIXL, Mooncake).
 
 A write that was given up may still land, also after its handle, the peer and the registration are gone. So the source ends a
 stream in order only when its writes are over; a destination that does not hear so keeps the memory from use until the source is
