@@ -189,14 +189,17 @@ class Leader(Generic[Down, Up]):
         threading.Thread(target=_beat, args=(lambda: self.append(Beat()), self._closed), name="beat", daemon=True).start()
 
     def append(self, entry: Entry) -> None:
-        """Tell every rank, in the same order whoever calls. Raises GangError if one does not take it."""
+        """Tell every rank, in the same order whoever calls. Raises GangError if one does not take it; the others are told."""
         data = self._encoder.encode(entry)
+        problem = ""
         with self._order:
             for rank, wire in self._wires.items():
                 try:
                     wire.write(data)
                 except OSError as error:
-                    raise GangError(f"rank {rank} takes nothing any more: {error}") from error
+                    problem = f"rank {rank} takes nothing any more: {error}"
+        if problem:
+            raise GangError(problem)
 
     def close(self) -> None:
         """Say End and end all connections."""
