@@ -165,7 +165,6 @@ def scale(
     address = supervisor or client.get(url, "/status").get("supervisor", "")
     if not address:
         raise ConfigError(f"the router at {url} has no supervisor: its workers were named with --worker")
-    typer.echo(f"scaling to {', '.join(replicas)}; new replicas load their weights first", err=True)
     for pool, now in sorted(directory.scale(address, wanted, trusted).items()):
         typer.echo(f"{pool} {now}")
 

@@ -62,8 +62,8 @@ class Session:
         except (RuntimeError, ConnectionError, OSError, ValueError) as error:
             self.close()
             place = f"join the Ray cluster at {address}" if address else "start Ray on this machine"
-            hint = ""
-            if address and not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+            hint, known = "", {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys()
+            if address and not known and not isinstance(error, ConnectionRefusedError):
                 hint = ("; if the cluster asks for a token, as Ray does by default, set RAY_AUTH_TOKEN or "
                         "RAY_AUTH_TOKEN_PATH here as on its nodes")
             raise LaunchError(f"cannot {place}: {error}{hint}") from error

@@ -66,7 +66,7 @@ async def test_replicas_come_and_go_under_load() -> None:
                 assert "decode-1" not in await replicas(client)
 
                 for wish, refusal in [("decode=9", "needs CPU 0.5 on one node, but what is free"),
-                                      ("decode=0", "no pool has role decode"), ("x=1", "there is no pool 'x'")]:
+                                      ("decode=0", "a deployment needs a decode replica"), ("x=1", "there is no pool 'x'")]:
                     code, said = await asyncio.to_thread(scale, wish, "--url", url)
                     assert (code, refusal in said) == (1, True), said
                 assert await asyncio.to_thread(scale, "decode=2", "--url", url) == (0, "decode 2\nprefill 2\n")

@@ -52,7 +52,7 @@ def ranks(nodes: RayNodes) -> dict[str, dict[int, int]]:
             words = Path(f"/proc/{entry}/cmdline").read_bytes().decode().split("\0") if entry.isdigit() else []
         except OSError:
             continue
-        if "--rank" in words and nodes.address in words[words.index("--config-json") + 1]:
+        if {"--rank", "--config-json"} <= set(words) and nodes.address in words[words.index("--config-json") + 1]:
             after = dict(itertools.pairwise(words))
             found.setdefault(after["--replica-id"], {})[int(after["--rank"])] = int(entry)
     return found

@@ -79,7 +79,10 @@ def test_a_router_that_is_refused_says_so_in_its_health_its_status_and_its_log(s
     router = cluster.start_router(workers(cluster), strange)
     with httpx.Client(base_url=f"http://{router.address}", timeout=SECONDS) as client:
         until(client, words)
-        assert all(words in one["problem"] for one in client.get("/status").json()["replicas"])
+        deadline = time.monotonic() + 5
+        while not all(words in one["problem"] for one in client.get("/status").json()["replicas"]):
+            assert time.monotonic() < deadline, "each of them is refused for this reason"
+            time.sleep(0.05)
         started = time.monotonic()
         assert client.post("/v1/completions", json={"model": "demo", "prompt": "x"}).status_code == 503
         assert time.monotonic() - started < 5

@@ -108,8 +108,8 @@ def test_an_idle_or_stalled_loop_does_not_step() -> None:
     engine.allowed = loop.call(lambda e: engine.steps).result(LIMIT) + 1
     assert not engine.alarm.wait(0.2)
     assert loop.call(lambda e: e.has_work).result(LIMIT)
-    loop.call(lambda e: e.release(RequestId(name="first"))).result(LIMIT)
     finish.count = 1
+    loop.call(lambda e: e.release(RequestId(name="first"))).result(LIMIT)
     assert finish.all.wait(LIMIT)
     assert set(finish.collector.finish) == {"second"}
     loop.stop()
