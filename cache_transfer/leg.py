@@ -64,7 +64,8 @@ class Leg:
         if self._reading is None:
             self._reading = _kept(self._call.read())
         frame = await asyncio.shield(self._reading)
-        self._reading = None
+        # The next one is received while this one is landed.
+        self._reading = _kept(self._call.read()) if isinstance(frame, bytes) else None
         return frame
 
     async def part(self, last_word: bytes) -> None:

@@ -71,7 +71,7 @@ class Region:
             found.append(_spans(starts, length))
         if end % self.rows:
             found.append(self._of_some_rows(blocks[highest], 0, end % self.rows))
-        return spans.joined(found)
+        return found[0] if len(found) == 1 else np.concatenate(found) if found else spans.EMPTY
 
     def _of_some_rows(self, block: int, first: int, count: int) -> Spans:
         """Of one block: head by head, keys then values."""
@@ -103,4 +103,6 @@ def of_ranges(regions: Sequence[Region], where: Landing, ranges: Sequence[Range]
 
 
 def _spans(starts: npt.NDArray[np.int64], length: int) -> Spans:
-    return np.stack((starts, np.full_like(starts, length)), 1).view(np.uint64)
+    found = np.empty((len(starts), 2), np.uint64)
+    found[:, 0], found[:, 1] = starts, length
+    return found

@@ -26,11 +26,13 @@ def of(*pairs: tuple[int, int]) -> Spans:
 
 def joined(parts: Sequence[Spans]) -> Spans:
     """One after the other; neighbours in memory become one span."""
-    spans = np.concatenate(parts) if parts else EMPTY
-    if len(spans) < 2:
+    if not parts:
+        return EMPTY
+    spans = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    apart = spans[1:, 0] != spans[:-1, 0] + spans[:-1, 1]
+    if apart.all():
         return spans
-    starts = np.concatenate(([True], spans[1:, 0] != spans[:-1, 0] + spans[:-1, 1]))
-    first = np.flatnonzero(starts)
+    first = np.concatenate(([0], np.flatnonzero(apart) + 1))
     return np.stack((spans[first, 0], np.add.reduceat(spans[:, 1], first)), 1)
 
 
@@ -47,6 +49,8 @@ def paired(ours: Spans, theirs: Spans) -> tuple[Spans, Spans]:
     wanted = total(ours)
     if (theirs[:, 1] > wanted).any() or total(theirs) != wanted:  # one by one first: a sum of what a peer says may overflow
         raise ProtocolError(f"spans of {wanted} bytes on one side do not fit those of the other")
+    if np.array_equal(ours[:, 1], theirs[:, 1]):
+        return ours, theirs
     ends, other = np.cumsum(ours[:, 1]), np.cumsum(theirs[:, 1])
     cuts = np.union1d(ends, other)
     lengths = np.diff(cuts, prepend=np.uint64(0))

@@ -169,6 +169,28 @@ def scale(
         typer.echo(f"{pool} {now}")
 
 
+@app.command()
+def bench(
+    name: Annotated[str, typer.Argument(metavar="NAME|all", help="wire, bytes, overlap or parallel.")],
+    quick: Annotated[bool, typer.Option("--quick", help="A small run that shows that it works; it is not stored.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print one JSON object per suite instead of tables.")] = False,
+) -> None:
+    """Measure against memcpy, sockets and other limits of this machine.
+
+    Needs a checkout of the repository, where results are stored in bench/results. Run it on a machine that does nothing else.
+    """
+    from rich.console import Console
+
+    try:
+        from bench import harness
+    except ModuleNotFoundError as error:
+        if error.name != "bench":
+            raise
+        raise ConfigError("the benchmarks are not part of the installed package; run `slipstream bench` in a checkout of the "
+                          "repository, after `make setup`") from error
+    harness.run(name, Console(), quick=quick, as_json=json_)
+
+
 def _config(path: Path | None, overrides: list[str]) -> Config:
     from launch.members import check_geometries
     from slipstream import checkpoint, config
