@@ -1,4 +1,4 @@
-"""Suite `bytes`: what a transfer puts on the wire, counted below gRPC, against what the prompt's state is; and no picture to decode."""
+"""Suite `bytes`: what a transfer puts on the wire, counted below gRPC, against its state's size; no picture to decode."""
 
 from __future__ import annotations
 
@@ -44,9 +44,10 @@ def run(quick: bool) -> Result:
     rows = [asyncio.run(_family(architecture)) for architecture in registry.architectures()]
     ratios = {f"wire/necessary {row['model']}": float(row["wire_bytes"]) / float(row["necessary_bytes"]) for row in rows}
     if not quick:
-        rows.append(_picture())
-        ratios["wire/necessary a picture, worker processes"] = float(rows[-1]["wire_bytes"]) / float(rows[-1]["necessary_bytes"])
-        ratios["image bytes to decode/image bytes"] = float(rows[-1]["image_bytes_to_decode"]) / float(rows[-1]["image_bytes"])
+        row = _picture()
+        rows.append(row)
+        ratios["wire/necessary a picture, worker processes"] = float(row["wire_bytes"]) / float(row["necessary_bytes"])
+        ratios["image bytes to decode/image bytes"] = float(row["image_bytes_to_decode"]) / float(row["image_bytes"])
     return Result(name="bytes", rows=rows, ratios=ratios)
 
 

@@ -1,4 +1,4 @@
-"""What every suite has in common: interleaved rounds, medians, CPU seconds, ratios, and the record of a run. Measures nothing itself."""
+"""What every suite has in common: interleaved rounds, medians, CPU seconds, ratios, the record of a run. Knows no method."""
 
 from __future__ import annotations
 

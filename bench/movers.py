@@ -18,7 +18,7 @@ import grpc
 import grpc.aio
 import numpy as np
 
-from bench.pool import BLOCK_SIZE, LAYERS, PIECE, Job, Pool
+from bench.pool import BLOCK_SIZE, Job, Pool
 from cache_transfer import spans
 from cache_transfer.handoff import Handoff, HandoffChoice
 from cache_transfer.load import CacheLoader
@@ -61,7 +61,7 @@ class Memcpy:
 
     async def connect(self, address: str) -> None:
         """Make the second pool."""
-        self._other = Pool(self._pool.memory.regions[0].slots)
+        self._other = Pool(self._pool.memory.regions[0].slots, len(self._pool.memory.regions))
 
     async def offer(self, job: Job, name: str) -> None:
         """Nothing."""
@@ -81,7 +81,7 @@ class Memcpy:
 class Tcp:
     """One plain socket: scattered blocks are sent and received by one system call for each MiB, without another copy."""
 
-    GROUP = 16
+    GROUP_BYTES = 1 << 20
 
     def __init__(self, pool: Pool, transfer: dict[str, Any]) -> None:
         self._pool = pool
@@ -118,7 +118,8 @@ class Tcp:
     def _groups(self, job: Job, side: str) -> list[list[memoryview]]:
         if (job, side) not in self._views:
             views = list(spans.views(spans.of(*self._pool.pieces(job.table(side)))))
-            self._views[job, side] = [views[i : i + self.GROUP] for i in range(0, len(views), self.GROUP)]
+            step = max(1, self.GROUP_BYTES // len(views[0]))
+            self._views[job, side] = [views[i : i + step] for i in range(0, len(views), step)]
         return self._views[job, side]
 
 
@@ -146,9 +147,9 @@ class UnaryPerBlock:
             return ctypes.string_at(*struct.unpack("<QQ", request))
 
         self._server = new_server()
-        handler: Any = grpc.unary_unary_rpc_method_handler(get)  # type: ignore[arg-type]
+        handler: Any = grpc.unary_unary_rpc_method_handler(get)
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bench.Unary", {
-            "Get": handler, "Bases": grpc.unary_unary_rpc_method_handler(self._bases)}),))  # type: ignore[arg-type]
+            "Get": handler, "Bases": grpc.unary_unary_rpc_method_handler(self._bases)}),))
         return await listen(self._server, "127.0.0.1:0")
 
     async def _bases(self, request: bytes, context: Any) -> bytes:
@@ -200,7 +201,7 @@ class Product:
         transfer = self._store.expect(name, RequestId(name="bench"), tokens, _Silent())
         transfer.begin(0)
         transfer.allocated(job.table("source"), None, 0)
-        for layer in range(LAYERS):
+        for layer in range(job.layers):
             transfer.layer_done(layer, tokens, True)
         transfer.finish(Handoff(request_id="bench", prompt_tokens=tokens, state_token_count=tokens,
                                 choices=(HandoffChoice(first_token=1),), mrope=MropeState(delta=0, last_position=(0, 0, 0))))
@@ -238,7 +239,7 @@ class Bare:
     async def listen(self) -> str:
         """Serve jobs."""
         self._server = new_server()
-        handler: Any = grpc.stream_stream_rpc_method_handler(self._serve)  # type: ignore[arg-type]
+        handler: Any = grpc.stream_stream_rpc_method_handler(self._serve)
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bench.Bare", {"Move": handler}),))
         self._from = self._channel.address()
         return await listen(self._server, "127.0.0.1:0") + "|" + self._from.hex()
@@ -265,7 +266,7 @@ class Bare:
             call.cancel()
 
     def _parts(self, table: tuple[int, ...]) -> list[spans.Spans]:
-        pieces, step = spans.of(*self._pool.pieces(table)), self._channel.frame_bytes // PIECE
+        pieces, step = spans.of(*self._pool.pieces(table)), max(1, self._channel.frame_bytes // self._pool.piece)
         return [spans.joined([pieces[i : i + step]]) for i in range(0, len(pieces), step)]
 
 

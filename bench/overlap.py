@@ -73,8 +73,8 @@ def run(quick: bool) -> Result:
 
 async def _measure(checkpoint: Checkpoint, lengths: Sequence[int], multiples: Sequence[float], rounds: int) -> list[Row]:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-    child = await asyncio.create_subprocess_exec(sys.executable, "-m", "bench.producer", str(checkpoint.path), cwd=ROOT, env=env,
-                                                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE)
+    child = await asyncio.create_subprocess_exec(sys.executable, "-m", "bench.producer", str(checkpoint.path), cwd=ROOT,
+                                                 env=env, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE)
     try:
         return [row for tokens in lengths for row in await _length(child, checkpoint, tokens, multiples, rounds)]
     finally:
@@ -117,7 +117,8 @@ async def _split(child: asyncio.subprocess.Process, layout: CacheLayout, checkpo
     """What the producer says of a prompt, and when its last byte was here and verified."""
     config = TransferConfig(channel="grpc")
     memory = memory_of(layout, allocate(checkpoint.layers, engine_config(), 0, torch.float32, torch.device("cpu")))
-    loader = CacheLoader(memory, open_paths(config, memory.extent, process="d"), replica_id="d0", epoch=1, rank=0, config=config)
+    loader = CacheLoader(memory, open_paths(config, memory.extent, process="d"), replica_id="d0", epoch=1, rank=0,
+                         config=config)
 
     async def admit(num_tokens: int) -> Landing:
         return Landing(blocks=tuple(range(-(-num_tokens // 16))), state_slot=None)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness import Sample
-from bench.pool import Job
+from bench.pool import LAYERS, Job
 from slipstream.errors import TransferError
 
 ROOT = Path(__file__).parent.parent
@@ -21,11 +21,12 @@ ROOT = Path(__file__).parent.parent
 class Pair:
     """A context manager: leaving it ends both."""
 
-    def __init__(self, blocks: int, env: Mapping[str, str] | None = None) -> None:
-        """`blocks`: of each side's pool."""
+    def __init__(self, blocks: int, env: Mapping[str, str] | None = None, layers: int = LAYERS) -> None:
+        """`blocks`, `layers`: of each side's pool."""
         quiet = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", **(env or {})}
-        self._sides = [subprocess.Popen([sys.executable, "-m", "bench.side", role, str(blocks)], cwd=ROOT, env=quiet, text=True,
-                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE) for role in ("source", "destination")]
+        self._sides = [subprocess.Popen(
+            [sys.executable, "-m", "bench.side", role, str(blocks), str(layers)], cwd=ROOT, env=quiet, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE) for role in ("source", "destination")]
         self._moves = 0
 
     def __enter__(self) -> Pair:
@@ -45,7 +46,7 @@ class Pair:
     def move(self, name: str, job: Job) -> Sample:
         """Move a job, and look at every block of it. Raises TransferError also for wrong bytes."""
         self._moves += 1
-        which = {"job": (job.blocks, job.shuffled, job.pool), "id": f"{name} {self._moves}"}
+        which = {"job": (job.blocks, job.shuffled, job.pool, job.layers), "id": f"{name} {self._moves}"}
         self._ask(0, offer=name, **which)
         moved = self._ask(1, move=name, source_pid=self._pid, **which)
         if moved["wrong"]:

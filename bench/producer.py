@@ -1,8 +1,7 @@
 """A prefill engine with its CacheStore in a process of its own, told what to compute by lines of JSON on stdin.
 
-{"serve": RATE} -> {"address"}: a store whose link carries RATE bytes a second (0: no limit). {"prompt": TOKENS, "id": I, "rate":
-RATE}: compute and publish; {"prompt": TOKENS, "id": I}: compute alone. Both answer with monotonic times: submitted, layers_end,
-first_token.
+{"serve": RATE} -> {"address"}: a store whose link carries RATE bytes a second. {"prompt": TOKENS, "id": I, "rate": RATE}:
+compute and publish; without a rate: compute alone. Both answer with monotonic times: submitted, layers_end, first_token.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ from cache_transfer.memory import tune_allocator
 class Side:
     """Its pool and its half of each mover."""
 
-    def __init__(self, role: str, blocks: int) -> None:
+    def __init__(self, role: str, blocks: int, layers: int) -> None:
         self._role = role
-        self._pool = Pool(blocks)
+        self._pool = Pool(blocks, layers)
         self._movers: dict[str, Any] = {}
         self._filled: Job | None = None
 
@@ -53,13 +53,14 @@ class Side:
         await mover.move(job, name)
         seconds = time.perf_counter() - began
         cpu, there = time.process_time() - cpu, cpu_clock(source_pid) - there
-        return {"seconds": seconds, "cpu_seconds": cpu + there, "source_cpu_seconds": there, "wrong": self._pool.wrong(job.table("destination"))}
+        return {"seconds": seconds, "cpu_seconds": cpu + there, "source_cpu_seconds": there,
+                "wrong": self._pool.wrong(job.table("destination"))}
 
 
-async def main(role: str, blocks: int) -> None:
+async def main(role: str, blocks: int, layers: int) -> None:
     """Until stdin ends."""
     tune_allocator()
-    side = Side(role, blocks)
+    side = Side(role, blocks, layers)
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     while line := await reader.readline():
@@ -72,4 +73,4 @@ async def main(role: str, blocks: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], int(sys.argv[2])))
+    asyncio.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -48,13 +48,19 @@ def methods() -> list[Method]:
 ENVIRONMENT = {"rdma tcp": {"UCX_TLS": "tcp"}}
 
 
-def run(quick: bool, only: tuple[str, ...] = (), count: int = 0) -> Result:
-    """`quick`: one round of 144 MiB. `only`: some methods."""
-    chosen = [method for method in methods() if not only or method.name in only]
+def run(quick: bool) -> Result:
+    """`quick`: one round of 144 MiB."""
     jobs = {SMALL: Job(SMALL_BLOCKS, True, SMALL_BLOCKS)} if quick else JOBS
-    pool = max(job.pool for job in jobs.values())
+    found = measure(methods(), jobs, 1 if quick else 5)
+    return Result(name="wire", rows=rows(found), ratios=ratios(found))
+
+
+def measure(chosen: Sequence[Method], jobs: Mapping[str, Job], count: int) -> dict[tuple[str, str], list[Sample]]:
+    """Samples by job and method; the jobs are of one pool."""
+    (pool, layers), = {(job.pool, job.layers) for job in jobs.values()}
     with ExitStack() as stack:
-        pairs = {name: stack.enter_context(Pair(pool, ENVIRONMENT.get(name))) for name in dict.fromkeys(m.pair for m in chosen)}
+        pairs = {name: stack.enter_context(Pair(pool, ENVIRONMENT.get(name), layers))
+                 for name in dict.fromkeys(method.pair for method in chosen)}
         for method in chosen:
             pairs[method.pair].open(method.name, method.way, method.transfer)
         for pair in pairs.values():
@@ -63,10 +69,13 @@ def run(quick: bool, only: tuple[str, ...] = (), count: int = 0) -> Result:
                  if method.name != NAIVE or name == SMALL}
         for move in list(moves.values())[: len(chosen)]:  # connect, probe, fill the allocator
             move()
-        samples = harness.rounds({f"{job}|{name}": move for (job, name), move in moves.items()}, count or (1 if quick else 5))
-    found = {(job, name): samples[f"{job}|{name}"] for job, name in moves}
-    rows: list[Row] = [{"workload": job, "method": name, **harness.summary(each)} for (job, name), each in found.items()]
-    return Result(name="wire", rows=rows, ratios=ratios(found))
+        samples = harness.rounds({"|".join(key): move for key, move in moves.items()}, count)
+    return {(job, name): samples[f"{job}|{name}"] for job, name in moves}
+
+
+def rows(found: Mapping[tuple[str, str], Sequence[Sample]]) -> list[Row]:
+    """For the table."""
+    return [{"workload": job, "method": name, **harness.summary(each)} for (job, name), each in found.items()]
 
 
 def _imports(module: str) -> bool:

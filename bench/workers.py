@@ -28,14 +28,16 @@ def replica(role: str, folder: Path, *, stages: int = 1, overrides: Sequence[str
     """One replica of so many pipeline stages, one thread each; the address of its rank 0."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         master = f"127.0.0.1:{server.getsockname()[1]}"
-    settings = [part for one in (f"pools.{role}.role={role}", f"pools.{role}.pp={stages}", *overrides) for part in ("--set", one)]
+    wanted = (f"pools.{role}.role={role}", f"pools.{role}.pp={stages}", *overrides)
+    settings = [part for one in wanted for part in ("--set", one)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     ranks = [ChildProcess(f"{role}-{rank}", [
         sys.executable, "-m", role, *settings, "--replica-id", role, "--listen", "127.0.0.1:0", "--exit-with-parent",
         "--log-level", "warning", *(["--rank", str(rank), "--world", str(stages), "--master", master] if stages > 1 else [])],
         env, folder / f"{role}-{uuid.uuid4().hex}.log") for rank in range(stages)]
     try:
-        yield [rank.ready(READY_SECONDS)["address"] for rank in ranks][0]
+        ready = [rank.ready(READY_SECONDS) for rank in ranks]
+        yield ready[0]["address"]
     finally:
         for rank in ranks:
             rank.stop(10.0)

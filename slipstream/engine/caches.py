@@ -59,7 +59,7 @@ def allocate(layers: Sequence[LayerSpec], config: EngineConfig, slots: int, dtyp
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """On a CPU in huge pages, where the kernel has some: another process then reads it at half the cost, as it pins page by page."""
+    """On a CPU in huge pages, where the kernel has some: a process that reads it from outside pins page by page."""
     tensor = torch.empty(shape, dtype=dtype, device=device)
     if device.type == "cpu":
         start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
