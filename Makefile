@@ -18,7 +18,7 @@ help:
 	@echo "make demo    setup, then three questions to a split deployment on this machine"
 	@echo "make check   style, types, import rules, generated files, size"
 	@echo "make test    setup, then the tests that need neither root nor a GPU"
-	@echo "make test-system   setup, then the tests that need root (network namespaces)"
+	@echo "make test-system   setup, then the tests that need root (network namespaces), system packages or minutes"
 	@echo "make clean   remove .venv and caches"
 
 setup: $(STAMP)

@@ -50,8 +50,10 @@ class Leg:
         self._reading: asyncio.Future[object] | None = None
 
     async def write(self, word: bytes) -> None:
-        """Raises AioRpcError, or CancelledError if the source cut the stream off."""
-        await asyncio.shield(_kept(self._call.write(word)))
+        """Raises AioRpcError, or CancelledError if the source cut the stream off. One that has ended takes nothing, and what it said
+        last is read next."""
+        with contextlib.suppress(asyncio.InvalidStateError):
+            await asyncio.shield(_kept(self._call.write(word)))
 
     async def read(self) -> bytes:
         """The next frame. Raises TransferError if the source ended the stream, else as `write`."""

@@ -184,8 +184,9 @@ async def settled(client: Client, victims: Victims, before: dict[str, int]) -> N
         print(f"{name}: {count} files open before, {now.total()} after")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("weather", [pytest.param(CALM, id="calm"), pytest.param(SICK, id="sick", marks=pytest.mark.long)])
+@pytest.mark.parametrize("weather", [pytest.param(CALM, id="calm"), pytest.param(SICK, id="sick")])
 async def test_three_failures_among_many_requests(weather: Weather, served: Command, tmp_path: Path) -> None:
     """Where the channel is sick as well, a request that failed too often may end with a typed error; none has a wrong token."""
     rng = random.Random(SEED)

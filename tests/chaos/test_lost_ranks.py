@@ -53,6 +53,7 @@ async def test_a_replica_without_one_of_its_ranks_is_none(tmp_path: Path, rank: 
         cluster.close()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)], ids=["tp2", "pp2"])
 async def test_a_rank_0_that_hangs_takes_its_ranks_with_it(tmp_path: Path, tp: int, pp: int) -> None:

@@ -47,6 +47,7 @@ async def test_the_right_answers_in_every_geometry(tmp_path: Path, source: tuple
         cluster.close()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 async def test_a_production_geometry_in_small(tmp_path: Path) -> None:
     """TP8 x PP2 in front of TP2: health, chat, streaming and completion as from one process."""

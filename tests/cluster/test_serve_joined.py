@@ -104,6 +104,7 @@ def test_a_joined_cluster_stays_as_it_was(cluster: subprocess.Popen[str], settin
         served.clean_up()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_the_next_supervisor_takes_over_what_serves(cluster: subprocess.Popen[str], settings: list[str]) -> None:
     first = Command(settings, OPEN)
@@ -155,6 +156,7 @@ def test_the_next_supervisor_takes_over_what_serves(cluster: subprocess.Popen[st
             one.clean_up()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_a_supervisor_killed_while_it_starts_or_drains_is_in_nobodys_way(cluster: subprocess.Popen[str],
                                                                          settings: list[str]) -> None:

@@ -74,6 +74,7 @@ def until_it_counts(url: str) -> None:
         assert time.monotonic() < deadline, "the router did not find the replica"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("example", ["parallel.toml", "replicas.toml"])
 async def test_the_examples_answer_right_and_leave_nothing(example: str) -> None:
@@ -103,6 +104,7 @@ def test_a_cut_that_the_model_does_not_allow_is_refused_before_anything_starts()
         run.clean_up()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_a_gang_is_placed_restarted_and_taken_over_whole(nodes: RayNodes) -> None:
     runs = [serve(nodes)]
