@@ -142,7 +142,7 @@ class TransferConfig:
     """How long prefill keeps a finished prompt that no decode replica has taken."""
     parked_fraction: float = 0.25
     """Share of prefill's blocks that prompts without a ready destination may hold."""
-    frame_bytes: int = 1 << 20
+    frame_bytes: int = 2 << 20
     """Payload of one data frame."""
     connect_seconds: float = 5.0
     """Longest wait for a peer's Hello."""
