@@ -50,10 +50,11 @@ class Leg:
         self._reading: asyncio.Future[object] | None = None
 
     async def write(self, word: bytes) -> None:
-        """Raises AioRpcError, or CancelledError if the source cut the stream off. One that has ended takes nothing, and what it said
-        last is read next."""
-        with contextlib.suppress(asyncio.InvalidStateError):
+        """Raises AioRpcError or, if the stream has ended, TransferError; CancelledError if the source cut it off."""
+        try:
             await asyncio.shield(_kept(self._call.write(word)))
+        except asyncio.InvalidStateError as error:
+            raise TransferError("the source ended the Transfer") from error
 
     async def read(self) -> bytes:
         """The next frame. Raises TransferError if the source ended the stream, else as `write`."""
@@ -66,8 +67,7 @@ class Leg:
         if self._reading is None:
             self._reading = _kept(self._call.read())
         frame = await asyncio.shield(self._reading)
-        # The next one is received while this one is landed.
-        self._reading = _kept(self._call.read()) if isinstance(frame, bytes) else None
+        self._reading = None
         return frame
 
     async def part(self, last_word: bytes) -> None:
@@ -82,7 +82,7 @@ class Leg:
                 while isinstance(await self._next(), bytes):
                     pass
                 self.over = await self._call.code() is grpc.StatusCode.OK
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError) as error:
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TransferError, TimeoutError) as error:
             logger.info("the source left before it heard our last word: %r", error)
         except asyncio.CancelledError:
             if is_cancelled():

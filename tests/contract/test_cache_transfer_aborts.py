@@ -27,25 +27,6 @@ TOKENS = 17
 HERE = Landing(blocks=(1, 50, 6, 22, 13), state_slot=2)
 
 
-async def test_a_source_that_gave_up_while_the_destination_decides_is_heard_all_the_same() -> None:
-    """Its stream has ended by the time that Ready would be written."""
-    async with serving() as site, destination(site.address) as here:
-        transfer, log = site.prompt("t", TOKENS)
-
-        async def admit(num_tokens: int) -> Landing:
-            transfer.fail(CancelledError("gone"))
-            await log.until("failed")
-            async with asyncio.timeout(20):
-                while list(site.store.transfers):  # noqa: ASYNC110 - the stream's end is gRPC's
-                    await asyncio.sleep(0.01)
-            await asyncio.sleep(0.1)  # for its end to arrive
-            return HERE
-
-        with pytest.raises(CancelledError, match="gone"):
-            await here.loader.load([site.address], transfer_id="t", attempt=0, source_epoch=1, request_id="r",
-                                   remaining_seconds=20.0, admit=admit)
-
-
 @pytest.mark.parametrize("stage", ["announced", "ready", "sending"])
 @pytest.mark.parametrize("error", [ContextLengthError("too long"), DeadlineError("too late"), CancelledError("gone")])
 async def test_why_the_source_gave_up_is_what_the_destination_raises(error: SlipstreamError, stage: str) -> None:
