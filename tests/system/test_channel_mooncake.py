@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.contract.test_cache_transfer import *  # noqa: F403 - the tests themselves
-from tests.contract.test_cache_transfer import Rig
+from tests.contract import test_cache_transfer as contract
+
+globals().update({name: test for name, test in vars(contract).items() if name.startswith("test_")})
 
 
-@pytest.fixture(name="rig")
-def mooncake() -> Rig:
-    return Rig({"channel": "rdma", "rdma": {"engine": "mooncake"}})
+@pytest.fixture
+def rig() -> contract.Rig:
+    return contract.Rig({"channel": "rdma", "rdma": {"engine": "mooncake"}})
