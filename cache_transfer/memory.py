@@ -15,7 +15,7 @@ from cache_transfer import regions, spans
 from cache_transfer.layout import CacheLayout, Cut, Kind, Range, TensorSpec, whole
 from cache_transfer.regions import Landing, Region
 from cache_transfer.spans import Spans
-from slipstream.errors import ConfigError, ProtocolError
+from slipstream.errors import ConfigError
 from slipstream.sharding import Shard
 
 
@@ -61,13 +61,6 @@ class CacheMemory:
         Raises ProtocolError for a range outside the prompt's memory, InternalError for a block outside the pool.
         """
         return regions.of_ranges(self.regions, where, ranges)
-
-    def range_bytes(self, part: Range) -> int:
-        """Payload bytes of a range. Raises ProtocolError for an unknown tensor."""
-        if part.tensor >= len(self.tensors):
-            raise ProtocolError(f"tensor {part.tensor} of {len(self.tensors)}")
-        spec = self.tensors[part.tensor]
-        return part.units * spec.unit_bytes if spec.kind is Kind.KV else part.units
 
     def named(self, ranges: Sequence[Range]) -> str:
         """For a message."""

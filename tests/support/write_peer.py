@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from cache_transfer.channels.engines import choose_engine
-from cache_transfer.channels.engines.base import Engine, Spans, Write
+from cache_transfer.channels.engines.base import Engine, Write
 from cache_transfer.channels.engines.environment import set_environment
+from cache_transfer.spans import Spans
 from slipstream.errors import SlipstreamError
 
 HOST = "127.0.0.1"

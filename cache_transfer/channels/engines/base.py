@@ -14,12 +14,9 @@ from typing import Protocol
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
+from cache_transfer.spans import Spans
 from slipstream.errors import IncompatibleError, ProtocolError, TransferError
-
-Spans = npt.NDArray[np.uint64]
-"""[n, 2]: address, bytes; n > 0."""
 
 CONNECT_SECONDS = 5.0
 """Longest wait for the bytes that prove a new way to a peer."""

@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from cache_transfer.channels.engines.base import CONNECT_SECONDS, Address, Probe, Spans, Write, parse, probe_at, wait
+from cache_transfer.channels.engines.base import CONNECT_SECONDS, Address, Probe, Write, parse, probe_at, wait
 from cache_transfer.channels.engines.environment import RDMA_DEVICES
+from cache_transfer.spans import Spans
 from slipstream.errors import TransferError
 
 MAX_BATCH = 1024

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cache_transfer.channels.engines.base import CONNECT_SECONDS, Address, Probe, Spans, Write, parse, probe_at, wait
+from cache_transfer.channels.engines.base import CONNECT_SECONDS, Address, Probe, Write, parse, probe_at, wait
+from cache_transfer.spans import Spans
 from slipstream.errors import TransferError
 
 MODULES = ("nixl_rocm", "rixl", "nixl_cu12", "nixl_cu13")
