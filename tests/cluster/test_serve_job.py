@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -66,12 +67,19 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def cluster(python: str) -> Iterator[tuple[RayNodes, str]]:
     """Two nodes, and the address of the dashboard, which takes jobs."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    # By default the agents, which start jobs, of all nodes of all clusters of a machine listen at one port: one of them does.
+    port, *agents = free_ports(3)
     head = {"num_cpus": 1, "labels": {"kind": "head"}, "include_dashboard": True, "dashboard_host": "127.0.0.1",
-            "dashboard_port": port, "min_worker_port": 0, "max_worker_port": 0}
-    with ray_nodes([head, {"num_cpus": 1, "labels": {"kind": "other"}}], python) as nodes:
+            "dashboard_port": port, "min_worker_port": 0, "max_worker_port": 0, "dashboard_agent_listen_port": agents[0]}
+    other = {"num_cpus": 1, "labels": {"kind": "other"}, "dashboard_agent_listen_port": agents[1]}
+    with ray_nodes([head, other], python) as nodes:
         yield nodes, f"http://127.0.0.1:{port}"
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [probe.getsockname()[1] for probe in probes]
 
 
 def job(dashboard: str, verb: str, *arguments: str) -> str:
