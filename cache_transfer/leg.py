@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -29,6 +29,8 @@ T = TypeVar("T")
 
 GRACE_SECONDS = 5.0
 """A stream outlives its deadline by so much, so that its source can still say that it has stopped."""
+_LET_GO_SECONDS = 0.1
+"""How long gRPC may take to let go of a stream that was cancelled; a write from before its metadata were sent it never does."""
 _HEARD_SECONDS = 1.0
 """Longest wait for a source to have heard our last word."""
 
@@ -48,11 +50,12 @@ class Leg:
         """... until it says that it has stopped."""
         self._call = link.transfer(seconds + GRACE_SECONDS)
         self._reading: asyncio.Future[object] | None = None
+        self._under_way: set[asyncio.Future[Any]] = set()  # what gRPC still works at
 
     async def write(self, word: bytes) -> None:
         """Raises AioRpcError or, if the stream has ended, TransferError; CancelledError if the source cut it off."""
         try:
-            await asyncio.shield(_kept(self._call.write(word)))
+            await asyncio.shield(self._kept(self._call.write(word)))
         except asyncio.InvalidStateError as error:
             raise TransferError("the source ended the Transfer") from error
 
@@ -65,7 +68,7 @@ class Leg:
 
     async def _next(self) -> object:
         if self._reading is None:
-            self._reading = _kept(self._call.read())
+            self._reading = self._kept(self._call.read())
         frame = await asyncio.shield(self._reading)
         self._reading = None
         return frame
@@ -78,7 +81,7 @@ class Leg:
         try:
             async with asyncio.timeout(_HEARD_SECONDS):
                 await self.write(last_word)
-                await asyncio.shield(_kept(self._call.done_writing()))
+                await asyncio.shield(self._kept(self._call.done_writing()))
                 while isinstance(await self._next(), bytes):
                     pass
                 self.over = await self._call.code() is grpc.StatusCode.OK
@@ -88,9 +91,24 @@ class Leg:
             if is_cancelled():
                 raise
 
-    def cancel(self) -> None:
-        """End it, whatever the source says."""
+    async def end(self) -> None:
+        """End it, whatever the source says, and wait until gRPC has let go of it."""
         self._call.cancel()
+        if self._under_way:
+            await asyncio.wait(tuple(self._under_way), timeout=_LET_GO_SECONDS)
+        for future in tuple(self._under_way):
+            future.cancel()
+
+    def _kept(self, work: Awaitable[T]) -> asyncio.Future[T]:
+        future = asyncio.ensure_future(work)
+        self._under_way.add(future)
+        future.add_done_callback(self._over_with)
+        return future
+
+    def _over_with(self, future: asyncio.Future[Any]) -> None:
+        self._under_way.discard(future)
+        if not future.cancelled():
+            future.exception()  # who still waits for it hears it
 
     async def fenced(self, request_id: str) -> None:
         """Return when the source writes no more."""
@@ -114,11 +132,12 @@ class Leg:
 
 
 async def quiet(legs: Sequence[Leg], users: Sequence[asyncio.Task[T]], request_id: str) -> None:
-    """Return when the `users` of these legs have ended and no source writes any more, even if the caller is cancelled."""
+    """End these legs once their `users` have ended and no source writes any more, even if the caller is cancelled."""
     async def end() -> None:
         if users:
             await asyncio.wait(users)
         await asyncio.gather(*(leg.fenced(request_id) for leg in legs))
+        await asyncio.gather(*(leg.end() for leg in legs))
 
     ending = asyncio.create_task(end())
     while not ending.done():
@@ -130,9 +149,3 @@ def is_cancelled() -> bool:
     """True if somebody cancels this task: grpc raises CancelledError too when it was the peer who cancelled the stream."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
-
-
-def _kept(work: Awaitable[T]) -> asyncio.Future[T]:
-    future = asyncio.ensure_future(work)
-    future.add_done_callback(lambda done: done.cancelled() or done.exception())
-    return future

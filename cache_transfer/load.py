@@ -80,6 +80,7 @@ class Loaded:
         for leg in self.legs:
             leg.record.end(time.monotonic(), COMMITTED if committed else DISCARDED)
         await asyncio.gather(*(leg.part(frames.control(done=pb.Done(committed=committed))) for leg in self.legs))
+        await asyncio.gather(*(leg.end() for leg in self.legs))
 
 
 class _Arrival:
@@ -175,7 +176,6 @@ class CacheLoader:
                 arrival.stop()
                 await quiet(tuple(arrival.legs.values()), arrival.streams, request_id)
                 for reader, leg in arrival.legs.items():
-                    leg.cancel()
                     leg.record.end(time.monotonic(), _failure(reader) or outcome)
 
     async def _source(self, addresses: Sequence[str], epoch: int) -> Shard:

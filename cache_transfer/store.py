@@ -7,6 +7,7 @@ was given up before its destination came leaves a tombstone, so that the destina
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import OrderedDict
@@ -35,6 +36,29 @@ logger = logging.getLogger(__name__)
 _TOMBSTONES = 4096
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
+
+
+class _Writer:
+    """A stream's way out. A frame that its destination does not take stays with gRPC, also when nobody waits for it any more:
+    until that is over nothing else can be written, nor the stream be ended."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._under_way: asyncio.Future[None] | None = None
+
+    async def write(self, frame: bytes) -> None:
+        """Raises AioRpcError or UsageError as gRPC does, InvalidStateError if a write that was given up is still under way."""
+        if self._under_way is not None and not self._under_way.done():
+            raise asyncio.InvalidStateError("the frame before was not taken")
+        self._under_way = asyncio.ensure_future(self._context.write(frame))
+        self._under_way.add_done_callback(lambda done: done.cancelled() or done.exception())
+        await asyncio.shield(self._under_way)
+
+    async def settled(self) -> None:
+        """Wait until the destination has taken the last frame or is lost; whoever cancels the stream waits with it."""
+        while self._under_way is not None and not self._under_way.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait((self._under_way,))
 
 
 class CacheStore:
@@ -151,17 +175,20 @@ class CacheStore:
         except SlipstreamError as error:
             await context.write(frames.control(failed=pb.Failed(code=error.code, message=error.message)))
             return
-        record = self._record(opened.open)
+        record, writer, unsettled = self._record(opened.open), _Writer(context), ""
         try:
             transfer = await self._find(opened.open)
-            await transfer.serve(opened.open, read, self._paths.writer(context.write), record)
+            await transfer.serve(opened.open, read, self._paths.writer(writer.write), record)
         except SlipstreamError as error:
             record.end(time.monotonic(), error.code)
-            await context.write(frames.control(failed=pb.Failed(code=error.code, message=error.message)))
-        except UnsettledError as error:  # the end of a stream says that nothing is written any more; this one must not say so
-            await context.abort(grpc.StatusCode.ABORTED, str(error))
+            await writer.write(frames.control(failed=pb.Failed(code=error.code, message=error.message)))
+        except UnsettledError as error:
+            unsettled = str(error)
         finally:
             record.end(time.monotonic(), LOST)
+        await writer.settled()
+        if unsettled:  # the end of a stream says that nothing is written any more; this one must not say so
+            await context.abort(grpc.StatusCode.ABORTED, unsettled)
 
     def _record(self, opened: pb.Open) -> StreamRecord:
         return self.transfers.open(SEND, request_id=opened.request_id, transfer_id=opened.transfer_id, attempt=opened.attempt,
