@@ -19,16 +19,18 @@ from tests.support.worker_client import Pair, Prompt, Worker, pair
 LEASE_SECONDS = 2.0
 SHORT = Prompt(tokens=range(40, 60), max_tokens=12, ignore_eos=True)
 SLOW = Prompt(tokens=[20 + i % 180 for i in range(900)], max_tokens=4, ignore_eos=True, fresh=True)
-"""Takes seconds to compute: prefill takes few tokens a step."""
-SMALL_STEPS = ["engine.prefill_chunk_tokens=4", f"transfer.lease_seconds={LEASE_SECONDS}"]
+"""Takes seconds on the way, on the fastest machine: the link is slow."""
+SLOW_LINK = ["transfer.faults.bytes_per_second=800e3", f"transfer.lease_seconds={LEASE_SECONDS}"]
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """prefill-0; decode-0 is like it, decode-1 has little memory, decode-2 other blocks."""
+    """decode-0 is like prefill-0, decode-1 has little memory, decode-2 other blocks; prefill-1 has a slow link."""
     cluster = Cluster(tmp_path_factory.mktemp("replicas"))
     little = ["engine.kv_cache_tokens=256", "engine.max_running=3"]
-    cluster.start_each(("prefill", SMALL_STEPS), ("decode", []), ("decode", little), ("decode", ["engine.block_size=8"]))
+    small_steps = ["engine.prefill_chunk_tokens=4", f"transfer.lease_seconds={LEASE_SECONDS}"]
+    cluster.start_each(("prefill", small_steps), ("decode", []), ("decode", little), ("decode", ["engine.block_size=8"]),
+                       ("prefill", SLOW_LINK))
     yield cluster
     complaints = [line for running in cluster.processes.values() for line in running.complaints()]
     assert set(cluster.close().values()) == {0}
@@ -42,14 +44,22 @@ async def both(cluster: Cluster) -> AsyncIterator[Pair]:
         await both.until_empty()
 
 
-async def start(both: Pair, prompt: Prompt) -> pb.Submit:
-    """Both legs run when this returns, and the destination holds memory for the prompt."""
-    to_prefill, to_decode = await both.submits(prompt)
-    free = both.decode.load.free_blocks
-    await both.prefill.submit(to_prefill)
-    await both.decode.submit(to_decode)
-    await both.decode.until(lambda: both.decode.load.free_blocks < free)
-    return to_prefill
+@pytest.fixture
+async def slow(cluster: Cluster) -> AsyncIterator[Pair]:
+    async with pair(cluster.processes["prefill-1"].address, cluster.processes["decode-0"].address) as slow:
+        yield slow
+        await slow.until_empty()
+
+
+async def start(both: Pair, *prompts: Prompt) -> list[pb.Submit]:
+    """Both legs of each run when this returns, and the destination holds memory for all; what prefill was sent."""
+    left = both.decode.load.free_blocks - sum(len(prompt.tokens) // both.decode.info.block_size for prompt in prompts)
+    sent = [await both.submits(prompt) for prompt in prompts]
+    for to_prefill, to_decode in sent:
+        await both.prefill.submit(to_prefill)
+        await both.decode.submit(to_decode)
+    await both.decode.until(lambda: both.decode.load.free_blocks <= left)
+    return [to_prefill for to_prefill, _ in sent]
 
 
 # Busy -----------------------------------------------------------------------------------------------------------------
@@ -93,11 +103,11 @@ async def test_other_block_sizes_never_pair(cluster: Cluster, both: Pair) -> Non
 # Killed processes -----------------------------------------------------------------------------------------------------
 
 
-async def test_a_killed_decode_replica(cluster: Cluster, both: Pair) -> None:
+async def test_a_killed_decode_replica(cluster: Cluster, slow: Pair) -> None:
     (victim,) = cluster.start_workers("decode")
-    right = await both.ask(SLOW)
-    async with pair(both.prefill.address, victim.address) as doomed:
-        kept, lost = await start(doomed, SLOW), await start(doomed, SLOW)
+    right = await slow.ask(SLOW)
+    async with pair(slow.prefill.address, victim.address) as doomed:
+        kept, lost = await start(doomed, SLOW, SLOW)
         kept_leg = doomed.prefill.leg(kept.handle)
         lost_leg = doomed.prefill.leg(lost.handle)
         cluster.kill(victim)
@@ -108,7 +118,7 @@ async def test_a_killed_decode_replica(cluster: Cluster, both: Pair) -> None:
         again = pb.Submit(prefill_addresses=doomed.prefill.info.cache_store_addresses, prefill_epoch=1)
         again.MergeFrom(kept)
         again.attempt = 1
-        leg = await both.decode.submit(again)
+        leg = await slow.decode.submit(again)
         await leg.finished(30)
         assert kept_leg.tokens | leg.tokens == dict(enumerate(right.tokens))
         assert (await kept_leg.finished(5)).handed_off
@@ -117,9 +127,10 @@ async def test_a_killed_decode_replica(cluster: Cluster, both: Pair) -> None:
 
 async def test_a_killed_prefill_replica(cluster: Cluster, both: Pair) -> None:
     right = (await both.ask(SHORT)).tokens
-    (victim,) = cluster.start_workers("prefill", overrides=SMALL_STEPS)
+    (victim,) = cluster.start_workers("prefill", overrides=SLOW_LINK)
     async with pair(victim.address, both.decode.address) as doomed:
-        leg = doomed.decode.leg((await start(doomed, SLOW)).handle)
+        (sent,) = await start(doomed, SLOW)
+        leg = doomed.decode.leg(sent.handle)
         cluster.kill(victim)
         assert (await leg.failed(3)).code == pb.ERROR_CODE_UNAVAILABLE
         await doomed.decode.until_empty(5)
