@@ -21,7 +21,7 @@ from tests.support.worker_client import Answer, Pair, Prompt, Worker, pair
 LEASE_SECONDS = 2.0
 SHORT = Prompt(tokens=range(40, 60), max_tokens=12, ignore_eos=True)
 SLOW = Prompt(tokens=[20 + i % 180 for i in range(900)], max_tokens=4, ignore_eos=True, fresh=True)
-"""Takes seconds to compute: its replica takes few tokens a step."""
+"""Takes seconds to compute: its replica takes one token a step."""
 LONG = Prompt(tokens=range(40, 60), max_tokens=3000, ignore_eos=True)
 """Takes many seconds to decode."""
 
@@ -30,7 +30,7 @@ LONG = Prompt(tokens=range(40, 60), max_tokens=3000, ignore_eos=True)
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     cluster = Cluster(tmp_path_factory.mktemp("failures"))
     lease = f"transfer.lease_seconds={LEASE_SECONDS}"
-    cluster.start_workers("prefill", "decode", overrides=[lease, "engine.prefill_chunk_tokens=4"])
+    cluster.start_workers("prefill", "decode", overrides=[lease, "engine.prefill_chunk_tokens=1"])
     yield cluster
     complaints = [line for running in cluster.processes.values() for line in running.complaints()]
     codes = cluster.close()
