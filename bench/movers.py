@@ -183,7 +183,7 @@ class Product:
 
     async def listen(self) -> str:
         """Serve a CacheStore."""
-        paths = open_paths(self._config, self._pool.memory.extent, process="source")
+        paths = open_paths(self._config, self._pool.memory.extent, process="source", lands=False)
         self._store = CacheStore(self._pool.memory, paths, replica_id="p0", epoch=1, rank=0, config=self._config)
         self._server = new_server()
         self._store.add_to(self._server)

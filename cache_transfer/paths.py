@@ -146,10 +146,11 @@ class Probe:
         return self._memory[PROBE_BYTES:].tobytes() == nonce * (PROBE_BYTES // 16)
 
 
-def open_paths(config: TransferConfig, extent: Spans, *, process: str, host: str = "127.0.0.1") -> Paths:
+def open_paths(config: TransferConfig, extent: Spans, *, process: str, host: str = "127.0.0.1", lands: bool = True) -> Paths:
     """The channels that `config` names, best first.
 
     `extent`: the memory that they move. `process`: this one's name among its peers. `host`: the address that an engine binds.
+    `lands`: false for a rank that is only a source.
     Raises ConfigError.
     """
     if config.channel not in KNOWN:
@@ -159,7 +160,7 @@ def open_paths(config: TransferConfig, extent: Spans, *, process: str, host: str
 
     def rdma() -> Channel:
         environment.set_environment(os.environ, host)  # it is read when an engine is loaded
-        return RdmaChannel(lambda: choose_engine(config.rdma.engine, host=host, process=process),
+        return RdmaChannel(lambda: choose_engine(config.rdma.engine, host=host, process=process, lands=lands),
                            spans.joined([extent, probe.extent]), stall_seconds=config.stall_seconds,
                            quarantine_seconds=config.rdma.quarantine_seconds)
 

@@ -17,6 +17,7 @@ from cache_transfer.invitation import Invitation
 from cache_transfer.layout import Kind, Range, TensorSpec
 from cache_transfer.memory import CacheMemory
 from cache_transfer.paths import Way
+from cache_transfer.pipeline import Pipeline
 from cache_transfer.record import StreamRecord
 from cache_transfer.regions import Landing
 from slipstream.errors import ProtocolError, SlipstreamError, by_code
@@ -95,7 +96,7 @@ class Stream:
         self._way = way
         self._leads = leads
         self._checksum = checksum
-        self._stall_seconds = stall_seconds
+        self._pipeline = Pipeline(way.channel.depth, write, stall_seconds)
         self._invited: Invitation | None = None
         self._read = read
         self._write = write
@@ -128,9 +129,10 @@ class Stream:
             if answer.WhichOneof("message") != "done":
                 raise ProtocolError(f"{answer.WhichOneof('message')} instead of Done")
             self.committed = answer.done.committed
-        finally:  # not awaited: that could swallow a cancel that is meant for this stream
-            reader.cancel()
+        finally:
+            reader.cancel()  # not awaited: that could swallow a cancel that is meant for this stream
             reader.add_done_callback(lambda read: read.cancelled() or read.exception())
+            await self._pipeline.settle()
 
     async def _push(self, coverage: Coverage, reader: Reader) -> None:
         """Send what is final as it becomes final, until Sent is out."""
@@ -138,12 +140,14 @@ class Stream:
         while True:
             complete, handoff = prompt.complete, (prompt.handoff if self._leads else None)
             if complete and (coverage.complete or (handoff is not None and handoff.finished)):
+                await self._drain(coverage)
                 if handoff is not None:
                     await self._write(frames.control(handoff=frames.handoff_to_pb(handoff)))
                 await self._write(frames.control(sent=pb.Sent(kv_bytes=coverage.kv_bytes, state_bytes=coverage.state_bytes)))
                 return
             ranges = self._next(coverage)
             if not ranges:
+                await self._drain(coverage)
                 await self._until(lambda seen=complete: bool(self._next(coverage)) or prompt.complete is not seen, reader)  # type: ignore[misc]
                 continue
             prompt.raise_if_failed()
@@ -151,8 +155,6 @@ class Stream:
             if self._record.first_byte is None:
                 self._record.first_byte = time.monotonic()
             await self._send(ranges)
-            if coverage.kv_bytes + coverage.state_bytes == coverage.total_bytes:
-                self._record.last_byte = time.monotonic()
             prompt.raise_if_failed()
 
     async def _send(self, ranges: list[Range]) -> None:
@@ -160,12 +162,14 @@ class Stream:
         source = self._memory.spans(self._prompt.where, ranges)
         target = spans.EMPTY if self._invited is None else self._invited.spans(ranges)
         header = frames.data_header(ranges, spans.checksum(source) if self._checksum else None)
-        try:
-            async with asyncio.timeout(self._stall_seconds):
-                payload = await self._way.channel.send(self._way.peer, source, target)
-                await self._write(b"".join((header, *payload)))
-        except TimeoutError as error:
-            raise LostError(f"the destination took nothing for {self._stall_seconds} s") from error
+        await self._pipeline.add(header, self._way.channel.send(self._way.peer, source, target))
+
+    async def _drain(self, coverage: Coverage) -> None:
+        """All that was sent is told."""
+        await self._pipeline.drain()
+        if self._record.last_byte is None and coverage.kv_bytes + coverage.state_bytes == coverage.total_bytes:
+            self._record.last_byte = time.monotonic()
+        self._prompt.raise_if_failed()
 
     def _next(self, coverage: Coverage) -> list[Range]:
         """The next frame's ranges: final units that were not sent, whole blocks while the prompt still grows."""

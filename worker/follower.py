@@ -169,7 +169,7 @@ class FollowingReplica:
 
     def __init__(self, config: Config, role: Role, place: Place) -> None:
         """Raises ConfigError, CheckpointError and GangError."""
-        self._config = config
+        self._config, self._role = config, role
         checkpoint = checkpoints.read(checkpoints.resolve(config.model.path, hub_cache()))
         device = build.device_of(config.model)
         layout = cache_layout(config, checkpoint, config.model.name, build.dtype_name(config.model, checkpoint, device))
@@ -180,7 +180,7 @@ class FollowingReplica:
 
     def channel_ends(self, *, replica_id: str, epoch: int, host: str, security: Security) -> tuple[CacheStore, CacheLoader]:
         """Its source and destination side of the cache-store channel; made on the event loop. Raises ConfigError."""
-        return channel_ends(self._memory, self._config.transfer, replica_id=replica_id, epoch=epoch, host=host,
+        return channel_ends(self._role, self._memory, self._config.transfer, replica_id=replica_id, epoch=epoch, host=host,
                             security=security)
 
     async def follow(self, store: CacheStore, loader: CacheLoader, address: str) -> None:

@@ -55,8 +55,9 @@ class Replica:
     """What does not depend on a role. Create it before the event loop runs: it loads the weights."""
 
     def __init__(self, config: Config, role: Role, place: Place | None = None) -> None:
-        """`role` only limits parked memory and state snapshots. `place`: rank 0's, if there are several ranks; waits for them.
-        Raises ConfigError, CheckpointError and GangError."""
+        """`role` limits parked memory and state snapshots, and says whether peers write here. `place`: rank 0's, if there are
+        several ranks; waits for them. Raises ConfigError, CheckpointError and GangError."""
+        self._role = role
         self.config = config
         self.checkpoint: Checkpoint = checkpoints.read(checkpoints.resolve(config.model.path, hub_cache()))
         self.model_name = config.model.name
@@ -80,7 +81,7 @@ class Replica:
 
     def channel_ends(self, *, replica_id: str, epoch: int, host: str, security: Security) -> tuple[CacheStore, CacheLoader]:
         """Rank 0's source and destination side of the cache-store channel; made on the event loop. Raises ConfigError."""
-        return channel_ends(self._memory, self.config.transfer, replica_id=replica_id, epoch=epoch, host=host,
+        return channel_ends(self._role, self._memory, self.config.transfer, replica_id=replica_id, epoch=epoch, host=host,
                             security=security)
 
     def start(self, on_step: Callable[[StepNews], None], on_death: Callable[[BaseException], None]) -> None:
@@ -152,11 +153,11 @@ def cache_tensors(checkpoint: Checkpoint, caches: Sequence[LayerCache], shard: S
     return tensors
 
 
-def channel_ends(memory: CacheMemory, config: TransferConfig, *, replica_id: str, epoch: int, host: str,
+def channel_ends(role: Role, memory: CacheMemory, config: TransferConfig, *, replica_id: str, epoch: int, host: str,
                  security: Security) -> tuple[CacheStore, CacheLoader]:
     """A rank's source and destination side."""
     rank = memory.shard.rank
-    paths = open_paths(config, memory.extent, process=f"{replica_id}.{rank}", host=host)
+    paths = open_paths(config, memory.extent, process=f"{replica_id}.{rank}", host=host, lands=role is not Role.PREFILL)
     return (CacheStore(memory, paths, replica_id=replica_id, epoch=epoch, rank=rank, config=config),
             CacheLoader(memory, paths, replica_id=replica_id, epoch=epoch, rank=rank, config=config, security=security))
 

@@ -25,6 +25,8 @@ class Channel(Protocol):
     """The source writes into the destination's memory by itself: it is told where, and what was written is not in the frame."""
     frame_bytes: int
     """What one `send` should move; more makes nothing faster and others wait longer."""
+    depth: int
+    """How many sends of one stream may be under way at once."""
 
     def address(self) -> bytes:
         """How peers reach this side's memory; empty if by the Transfer stream alone."""

@@ -76,7 +76,7 @@ class FaultyChannel:
     def __init__(self, inner: Channel, faults: Faults) -> None:
         self._inner = inner
         self._faults = faults
-        self.name, self.direct, self.frame_bytes = inner.name, inner.direct, inner.frame_bytes
+        self.name, self.direct, self.frame_bytes, self.depth = inner.name, inner.direct, inner.frame_bytes, inner.depth
 
     def address(self) -> bytes:
         """The inner channel's."""

@@ -14,6 +14,7 @@ class InlineChannel:
 
     name = "grpc"
     direct = False
+    depth = 1
 
     def __init__(self, frame_bytes: int = 1 << 20) -> None:
         self.frame_bytes = frame_bytes

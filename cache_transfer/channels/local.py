@@ -26,7 +26,8 @@ class LocalChannel:
 
     name = "local"
     direct = False
-    frame_bytes = 4 << 20  # under a millisecond of the event loop
+    frame_bytes = 8 << 20  # a millisecond of the event loop
+    depth = 1
 
     def __init__(self) -> None:
         self._here = Process.here()

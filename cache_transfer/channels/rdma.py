@@ -22,9 +22,8 @@ from slipstream.errors import ProtocolError, SlipstreamError
 
 logger = logging.getLogger(__name__)
 
-_BUSY_POLLS = 50
-"""Polls one after the other before it pauses between them: a write to this host or over a fast link is over by then."""
 _PAUSE_SECONDS = 0.0005
+"""Between two polls; other writes are under way meanwhile."""
 _ALIVE_SECONDS = 0.1
 """Between two looks at whether a process still lives."""
 
@@ -39,7 +38,8 @@ class RdmaChannel:
 
     name = "rdma"
     direct = True
-    frame_bytes = 8 << 20  # on one host a post copies: under a millisecond of the event loop
+    frame_bytes = 8 << 20  # on one host a post copies: a millisecond of the event loop
+    depth = 4
 
     def __init__(self, make: Callable[[], Engine], memory: Spans, *, stall_seconds: float, quarantine_seconds: float) -> None:
         """`memory`: what it moves. `stall_seconds`: longest wait for one write. `quarantine_seconds`: how long a peer on
@@ -81,14 +81,13 @@ class RdmaChannel:
     async def _over(self, write: Write) -> None:
         """Also if the caller is cancelled meanwhile: the memory is the write's until then."""
         loop, cancelled = asyncio.get_running_loop(), False
-        deadline, polls = loop.time() + self._stall_seconds, 0
+        deadline = loop.time() + self._stall_seconds
         try:
             while not write.poll():
                 if loop.time() > deadline:
                     raise UnsettledError(f"a write to the destination was not over within {self._stall_seconds} s")
-                polls += 1
                 try:
-                    await asyncio.sleep(0 if polls < _BUSY_POLLS else _PAUSE_SECONDS)
+                    await asyncio.sleep(_PAUSE_SECONDS)
                 except asyncio.CancelledError:
                     cancelled = True
         except SlipstreamError as error:

@@ -49,7 +49,7 @@ class Listener:
 def paths(arguments: dict[str, object], memory: CacheMemory) -> Paths:
     """The channels that the test names."""
     named = typed.build(TransferConfig, {"frame_bytes": 4096, **arguments.get("transfer", {})}, "transfer", "the test")  # type: ignore[dict-item]
-    return open_paths(named, memory.extent, process=f"p{memory.shard.rank}")
+    return open_paths(named, memory.extent, process=f"p{memory.shard.rank}", lands=False)
 
 
 async def compute(transfer: SourceTransfer, command: dict[str, object], layers: int) -> None:

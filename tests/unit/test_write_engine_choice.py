@@ -17,15 +17,15 @@ from slipstream.errors import ConfigError, IncompatibleError, TransferError
 
 
 class Plain:
-    def __init__(self, *, host: str, process: str) -> None:
+    def __init__(self, *, host: str, process: str, lands: bool) -> None:
         self.name = f"{host} {process}"
 
 
-def missing(*, host: str, process: str) -> Plain:
+def missing(*, host: str, process: str, lands: bool) -> Plain:
     raise ImportError("libsomething.so.1: no such file")
 
 
-def broken(*, host: str, process: str) -> Plain:
+def broken(*, host: str, process: str, lands: bool) -> Plain:
     raise TransferError("no backend")
 
 

@@ -20,18 +20,18 @@ HOW_TO_INSTALL = ("pip install 'slipstream[rdma]' brings NIXL for CPU memory and
                   " Mooncake also needs the system's libibverbs1")
 
 
-def choose_engine(name: str, *, host: str, process: str) -> Engine:
+def choose_engine(name: str, *, host: str, process: str, lands: bool = True) -> Engine:
     """Load and start an engine: `auto` takes the first that runs here.
 
-    `host`: the address that peers reach this process by. `process`: its name among them, the same after a restart. Call
-    `environment.set_environment` before. Raises ConfigError for an unknown name, or if none runs.
+    `host`: the address that peers reach this process by. `process`: its name among them, the same after a restart. `lands`:
+    peers write into it too. Call `environment.set_environment` before. Raises ConfigError for an unknown name, or if none runs.
     """
     if name != "auto" and name not in KNOWN:
         raise ConfigError(f"{FIELD} {name!r} is unknown; known: auto, {', '.join(KNOWN)}", field=FIELD)
     reasons = []
     for one in KNOWN if name == "auto" else (name,):
         try:
-            engine = KNOWN[one](host=host, process=process)
+            engine = KNOWN[one](host=host, process=process, lands=lands)
         except (ImportError, TransferError) as error:
             reasons.append(f"{one}: {error}")
             continue

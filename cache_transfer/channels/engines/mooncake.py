@@ -31,7 +31,7 @@ class MooncakeEngine:
 
     name = "mooncake"
 
-    def __init__(self, *, host: str, process: str) -> None:
+    def __init__(self, *, host: str, process: str, lands: bool) -> None:
         """Raises ImportError if Mooncake, or a library that it needs, is missing; TransferError if it does not run here."""
         library = importlib.import_module("mooncake.engine")
         self._process = process
