@@ -51,7 +51,7 @@ ENVIRONMENT = {"rdma tcp": {"UCX_TLS": "tcp"}}
 def run(quick: bool) -> Result:
     """`quick`: one round of 144 MiB."""
     jobs = {SMALL: Job(SMALL_BLOCKS, True, SMALL_BLOCKS)} if quick else JOBS
-    found = measure(methods(), jobs, 1 if quick else 5)
+    found = measure(methods(), jobs, 1 if quick else 8)
     return Result(name="wire", rows=rows(found), ratios=ratios(found))
 
 
