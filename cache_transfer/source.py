@@ -21,10 +21,9 @@ from cache_transfer.channels.base import LostError, UnsettledError
 from cache_transfer.handoff import Handoff
 from cache_transfer.memory import CacheMemory
 from cache_transfer.paths import Paths
-from cache_transfer.record import BUSY, COMMITTED, CUT, DISCARDED, StreamRecord
-from cache_transfer.record import LOST as WAS_LOST
+from cache_transfer.record import BUSY, COMMITTED, CUT, DISCARDED, LOST, StreamRecord
 from cache_transfer.regions import Landing
-from cache_transfer.stream import LOST, BusyPeerError, Prompt, Read, Stream, Write
+from cache_transfer.stream import LEFT, BusyPeerError, Prompt, Read, Stream, Write
 from slipstream.config import TransferConfig
 from slipstream.errors import (
     DeadlineError,
@@ -154,7 +153,7 @@ class SourceTransfer:
         """Hold the transfer for one destination rank until all of them are done, or one is busy or lost, or a higher attempt
         supersedes them. `opened` names a rank that passed `plan.check`."""
         stream = self._join(opened, read, write, record)
-        reason, unsettled = LOST, False
+        reason, unsettled = LEFT, False
         try:
             async with asyncio.timeout(opened.remaining_ms / 1000):
                 await stream.converse()
@@ -218,7 +217,7 @@ class SourceTransfer:
             return COMMITTED if committed else DISCARDED
         if self.error is not None:
             return self.error.code
-        return WAS_LOST if self._holds(stream) else CUT
+        return LOST if self._holds(stream) else CUT
 
     def _holds(self, stream: Stream) -> bool:
         return stream in self._streams.values()

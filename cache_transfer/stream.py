@@ -23,7 +23,7 @@ from cache_transfer.regions import Landing
 from slipstream.errors import ProtocolError, SlipstreamError, by_code
 from slipstream.v1 import cache_store_pb2 as pb
 
-LOST = "the destination was lost"
+LEFT = "the destination was lost"
 
 Write = Callable[[bytes], Awaitable[None]]
 Read = Callable[[], Awaitable[bytes | None]]
@@ -239,7 +239,7 @@ def _word(reader: Reader) -> pb.Control:
     """What a reader that is done has read. Raises LostError, or what the destination failed of."""
     answer = reader.result()
     if answer is None:
-        raise LostError(LOST)
+        raise LostError(LEFT)
     if answer.WhichOneof("message") == "failed":
         raise by_code(answer.failed.code, answer.failed.message)
     if answer.WhichOneof("message") == "busy":

@@ -10,6 +10,7 @@ keeps one file descriptor for every peer that has restarted; it says why it fail
 from __future__ import annotations
 
 import importlib
+import logging
 import secrets
 import threading
 from queue import SimpleQueue
@@ -21,6 +22,8 @@ from cache_transfer.channels.engines.base import CONNECT_SECONDS, Address, Probe
 from cache_transfer.channels.engines.environment import RDMA_DEVICES
 from cache_transfer.spans import Spans
 from slipstream.errors import TransferError
+
+logger = logging.getLogger(__name__)
 
 MAX_BATCH = 1024
 """Spans of one call: the library refuses what exceeds its queue of 2,048."""
@@ -44,6 +47,9 @@ class MooncakeEngine:
         protocol = "rdma" if any(RDMA_DEVICES.glob("*")) else "tcp"
         if status := self._engine.initialize(host, "P2PHANDSHAKE", protocol, ""):
             raise TransferError(f"Mooncake does not run here over {protocol}: status {status}; its log is on stderr")
+        if protocol == "tcp":
+            logger.warning("Mooncake listens on every interface, whatever address it is given, and authenticates nobody: let a "
+                           "firewall keep others from its ports")
         self._segment = f"{host}:{self._engine.get_rpc_port()}"
         self._spans: list[Spans] = []
         self.register(self._probe.page)
