@@ -80,16 +80,28 @@ class Leg:
         """
         try:
             async with asyncio.timeout(_HEARD_SECONDS):
-                await self.write(last_word)
-                await asyncio.shield(self._kept(self._call.done_writing()))
-                while isinstance(await self._next(), bytes):
-                    pass
-                self.over = await self._call.code() is grpc.StatusCode.OK
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TransferError, TimeoutError) as error:
+                with contextlib.suppress(TransferError):  # the source has ended, or an earlier word was our last
+                    await self.write(last_word)
+                    await asyncio.shield(self._kept(self._call.done_writing()))
+                self.over = await self._ends_in_order()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError) as error:
             logger.info("the source left before it heard our last word: %r", error)
         except asyncio.CancelledError:
             if is_cancelled():
                 raise
+
+    async def _ends_in_order(self) -> bool:
+        """Read what is left: only then does gRPC tell how the stream ended."""
+        try:
+            while isinstance(await self._next(), bytes):
+                pass
+        except grpc.aio.AioRpcError:
+            return False
+        except asyncio.CancelledError:
+            if is_cancelled():
+                raise
+            return False
+        return await self._call.code() is grpc.StatusCode.OK
 
     async def end(self) -> None:
         """End it, whatever the source says, and wait until gRPC has let go of it."""
@@ -120,15 +132,15 @@ class Leg:
         self.record.quarantined = began = time.monotonic()
         logger.warning("the source of %s does not say that it has stopped writing; its memory is kept from use", request_id)
         fence = asyncio.create_task(self.way.channel.fence(self.way.peer, self.address))
-        ended = asyncio.create_task(self._ended_in_order())
+        ended = asyncio.create_task(self._has_ended())
         await asyncio.wait((fence, ended), return_when=asyncio.FIRST_COMPLETED)
         for task in (fence, ended):
             task.cancel()
         logger.info("nothing writes for %s any more; its memory was kept for %.1f s", request_id, time.monotonic() - began)
 
-    async def _ended_in_order(self) -> None:
-        if await self._call.code() is not grpc.StatusCode.OK:
-            await asyncio.Event().wait()  # it says nothing
+    async def _has_ended(self) -> None:
+        if not await self._ends_in_order():
+            await asyncio.Event().wait()  # that says nothing
 
 
 async def quiet(legs: Sequence[Leg], users: Sequence[asyncio.Task[T]], request_id: str) -> None:

@@ -7,14 +7,22 @@ import dataclasses
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
 
+import grpc
 import pytest
 
 from cache_transfer.channels.host import Process
+from cache_transfer.leg import Leg
 from cache_transfer.load import CacheLoader, Loaded
 from cache_transfer.paths import open_paths
+from cache_transfer.record import RECEIVE
 from cache_transfer.regions import Landing
+from cache_transfer.transfers import Transfers
 from slipstream.config import RdmaConfig, TransferConfig
+from slipstream.rpc.channel import connect
+from slipstream.rpc.server import listen, new_server
 from tests.support import transfer_rig
 from tests.support.transfer_rig import Source
 
@@ -107,3 +115,51 @@ async def test_a_source_that_is_told_to_leave_says_so_and_nothing_waits() -> Non
         await source.tell(fail="u")
         with pytest.raises(Exception, match="the client went away"):
             await asyncio.wait_for(load, 20)
+
+
+class Endless:
+    """A channel whose fence is never up."""
+
+    name, direct = "endless", True
+
+    def address(self) -> bytes:
+        return b"here"
+
+    async def fence(self, origin: bytes, invited: bytes) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_an_end_in_order_is_heard_behind_frames_that_nobody_read() -> None:
+    """The destination failed, and was cancelled while it said so; the source sends what it had begun, then ends."""
+    heard, go_on = asyncio.Event(), asyncio.Event()
+
+    async def source(requests: AsyncIterator[bytes], context: Any) -> None:
+        assert await anext(requests) == b"open"
+        assert await anext(requests) == b"failed"
+        heard.set()
+        await go_on.wait()
+        for _ in range(5):
+            await context.write(b"\1" * 1000)
+
+    server = new_server()
+    handler: Any = grpc.stream_stream_rpc_method_handler(source)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Source", {"Transfer": handler}),))
+    async with connect(await listen(server, "127.0.0.1:0")) as channel:
+        call: Any = channel.stream_stream("/test.Source/Transfer")
+        link: Any = SimpleNamespace(way=SimpleNamespace(channel=Endless(), peer=b"there"), transfer=lambda seconds: call())
+        record = Transfers().open(RECEIVE, request_id="r", transfer_id="t", attempt=0, rank=0, peer="p0", peer_rank=0, now=0.0)
+        leg = Leg(link, 30, record)
+        leg.invited = True
+        await leg.write(b"open")
+        parting = asyncio.create_task(leg.part(b"failed"))
+        await asyncio.wait_for(heard.wait(), 5)
+        parting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await parting
+        fenced = asyncio.create_task(leg.fenced("r"))
+        await asyncio.sleep(0.05)
+        assert not fenced.done(), "the source may still write"
+        go_on.set()
+        await asyncio.wait_for(fenced, 5)
+        await leg.end()
+    await server.stop(0)
