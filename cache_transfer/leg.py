@@ -49,15 +49,23 @@ class Leg:
         self.over = False
         """... until it says that it has stopped."""
         self._call = link.transfer(seconds + GRACE_SECONDS)
+        self._turn = asyncio.Lock()  # gRPC takes one write at a time
         self._reading: asyncio.Future[object] | None = None
+        self._parting: asyncio.Future[None] | None = None
         self._under_way: set[asyncio.Future[Any]] = set()  # what gRPC still works at
 
     async def write(self, word: bytes) -> None:
         """Raises AioRpcError or, if the stream has ended, TransferError; CancelledError if the source cut it off."""
         try:
-            await asyncio.shield(self._kept(self._call.write(word)))
+            await asyncio.shield(self._kept(self._put(word)))
         except asyncio.InvalidStateError as error:
             raise TransferError("the source ended the Transfer") from error
+
+    async def _put(self, word: bytes, *, last: bool = False) -> None:
+        async with self._turn:
+            await self._call.write(word)
+            if last:
+                await self._call.done_writing()
 
     async def read(self) -> bytes:
         """The next frame. Raises TransferError if the source ended the stream, else as `write`."""
@@ -74,17 +82,19 @@ class Leg:
         return frame
 
     async def part(self, last_word: bytes) -> None:
-        """Say a last word, and wait a moment for the source to end the stream: a cancel on its heels could overtake the word.
+        """Say a last word, the first that is given, and wait a moment for the source to end the stream: a cancel on its heels
+        could overtake the word.
 
         Never raises: a source that has left needs no telling.
         """
+        if self._parting is None:
+            self._parting = self._kept(self._put(last_word, last=True))
         try:
             async with asyncio.timeout(_HEARD_SECONDS):
-                with contextlib.suppress(TransferError):  # the source has ended, or an earlier word was our last
-                    await self.write(last_word)
-                    await asyncio.shield(self._kept(self._call.done_writing()))
+                with contextlib.suppress(asyncio.InvalidStateError):  # the source has ended
+                    await asyncio.shield(self._parting)
                 self.over = await self._ends_in_order()
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError) as error:
+        except (grpc.aio.AioRpcError, TimeoutError) as error:
             logger.info("the source left before it heard our last word: %r", error)
         except asyncio.CancelledError:
             if is_cancelled():
