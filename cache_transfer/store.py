@@ -38,6 +38,28 @@ _TOMBSTONES = 4096
 Context = grpc.aio.ServicerContext[bytes, bytes]
 
 
+class _Reader:
+    """A stream's requests, for whoever may be cancelled while it waits for one: the next to read gets it."""
+
+    def __init__(self, requests: AsyncIterator[bytes]) -> None:
+        self._requests = requests
+        self._next: asyncio.Future[bytes | None] | None = None
+
+    async def read(self) -> bytes | None:
+        """None: the destination has nothing more to say."""
+        if self._next is None:
+            self._next = asyncio.ensure_future(anext(self._requests, None))
+        frame = await asyncio.shield(self._next)
+        self._next = None
+        return frame
+
+    async def to_the_end(self) -> None:
+        """Wait until the destination has said its last word, or is gone: a word to a stream that has ended makes its gRPC
+        forget how it ended, and what was the last word of this side."""
+        while await self.read() is not None:
+            pass
+
+
 class _Writer:
     """A stream's way out. A frame that its destination does not take stays with gRPC, also when nobody waits for it any more:
     until that is over nothing else can be written, nor the stream be ended."""
@@ -45,14 +67,23 @@ class _Writer:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._under_way: asyncio.Future[None] | None = None
+        self._word = b""  # the last one
 
     async def write(self, frame: bytes) -> None:
         """Raises AioRpcError or UsageError as gRPC does, InvalidStateError if a write that was given up is still under way."""
         if self._under_way is not None and not self._under_way.done():
             raise asyncio.InvalidStateError("the frame before was not taken")
+        if not frames.is_data(frame):
+            self._word = frame
         self._under_way = asyncio.ensure_future(self._context.write(frame))
         self._under_way.add_done_callback(lambda done: done.cancelled() or done.exception())
         await asyncio.shield(self._under_way)
+
+    @property
+    def failed(self) -> bool:
+        """The last word was Failed."""
+        word = frames.parse(self._word) if self._word else None
+        return isinstance(word, pb.Control) and word.WhichOneof("message") == "failed"
 
     async def settled(self) -> None:
         """Wait until the destination has taken the last frame or is lost; whoever cancels the stream waits with it."""
@@ -164,11 +195,9 @@ class CacheStore:
         return ""
 
     async def _transfer(self, requests: AsyncIterator[bytes], context: Context) -> None:
-        async def read() -> bytes | None:
-            return await anext(requests, None)
-
+        reader = _Reader(requests)
         try:
-            first = await read()
+            first = await reader.read()
             opened = frames.parse(first) if first is not None else None
             if not isinstance(opened, pb.Control) or opened.WhichOneof("message") != "open":
                 raise ProtocolError("a Transfer stream starts with Open")
@@ -178,7 +207,7 @@ class CacheStore:
         record, writer, unsettled = self._record(opened.open), _Writer(context), ""
         try:
             transfer = await self._find(opened.open)
-            await transfer.serve(opened.open, read, self._paths.writer(writer.write), record)
+            await transfer.serve(opened.open, reader.read, self._paths.writer(writer.write), record)
         except SlipstreamError as error:
             record.end(time.monotonic(), error.code)
             await writer.write(frames.control(failed=pb.Failed(code=error.code, message=error.message)))
@@ -189,6 +218,8 @@ class CacheStore:
         await writer.settled()
         if unsettled:  # the end of a stream says that nothing is written any more; this one must not say so
             await context.abort(grpc.StatusCode.ABORTED, unsettled)
+        if writer.failed:
+            await reader.to_the_end()
 
     def _record(self, opened: pb.Open) -> StreamRecord:
         return self.transfers.open(SEND, request_id=opened.request_id, transfer_id=opened.transfer_id, attempt=opened.attempt,
