@@ -49,6 +49,7 @@ class _Reader:
         """None: the destination has nothing more to say."""
         if self._next is None:
             self._next = asyncio.ensure_future(anext(self._requests, None))
+            self._next.add_done_callback(lambda done: done.cancelled() or done.exception())
         frame = await asyncio.shield(self._next)
         self._next = None
         return frame
@@ -56,8 +57,9 @@ class _Reader:
     async def to_the_end(self) -> None:
         """Wait until the destination has said its last word, or is gone: a word to a stream that has ended makes its gRPC
         forget how it ended, and what was the last word of this side."""
-        while await self.read() is not None:
-            pass
+        with contextlib.suppress(grpc.aio.BaseError):  # it is gone
+            while await self.read() is not None:
+                pass
 
 
 class _Writer:
