@@ -157,7 +157,7 @@ async def lose_the_source(site: Site, here: Destination) -> None:
 @pytest.mark.parametrize(("act", "error", "sent", "received"), [
     (fail_at_source, CoverageError, "coverage", "coverage"), (cancel, asyncio.CancelledError, "lost", "cancelled"),
     (be_busy, BusyError, "busy", "busy"), (refuse, CancelledError, "cancelled", "cancelled"),
-    (be_late, DeadlineError, "deadline_exceeded", "deadline_exceeded"),
+    (be_late, DeadlineError, "deadline_exceeded or lost", "deadline_exceeded"),  # the source's clock or the other's word, first
     (come_for_another, TransferError, "protocol", "protocol"), (lose_the_source, TransferError, "lost", "transfer_failed")])
 async def test_how_it_ended_at_each_end(act: Callable[[Site, Destination], object], error: type[BaseException], sent: str,
                                         received: str, ended: Ended) -> None:
@@ -165,7 +165,8 @@ async def test_how_it_ended_at_each_end(act: Callable[[Site, Destination], objec
         with pytest.raises(error):
             await act(site, here)  # type: ignore[misc]
         said = await ended.until(2)
-        assert (said[SENT]["outcome"], said[RECEIVED]["outcome"]) == (sent, received)
+        assert said[SENT]["outcome"] in sent.split(" or ")
+        assert said[RECEIVED]["outcome"] == received
         assert idle(site.store.transfers, of(here))
 
 
