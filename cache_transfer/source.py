@@ -23,7 +23,7 @@ from cache_transfer.memory import CacheMemory
 from cache_transfer.paths import Paths
 from cache_transfer.record import BUSY, COMMITTED, CUT, DISCARDED, LOST, StreamRecord
 from cache_transfer.regions import Landing
-from cache_transfer.stream import LEFT, BusyPeerError, Prompt, Read, Stream, Write
+from cache_transfer.stream import DESTINATION_LOST, BusyPeerError, Prompt, Read, Stream, Write
 from slipstream.config import TransferConfig
 from slipstream.errors import (
     DeadlineError,
@@ -128,7 +128,7 @@ class SourceTransfer:
         self._changed()
         for stream in self._streams.values():  # a destination that takes nothing must not keep the stream
             if stream.committed is None:
-                self._loop.call_later(_LAST_WORD_SECONDS, stream.task.cancel)
+                self._loop.call_later(_LAST_WORD_SECONDS, stream.cut)
         self._end(lambda: self._listener.failed(error))
 
     def close(self) -> None:
@@ -153,7 +153,7 @@ class SourceTransfer:
         """Hold the transfer for one destination rank until all of them are done, or one is busy or lost, or a higher attempt
         supersedes them. `opened` names a rank that passed `plan.check`."""
         stream = self._join(opened, read, write, record)
-        reason, unsettled = LEFT, False
+        reason, unsettled = DESTINATION_LOST, False
         try:
             async with asyncio.timeout(opened.remaining_ms / 1000):
                 await stream.converse()
@@ -174,6 +174,7 @@ class SourceTransfer:
             logger.exception("sending %s failed", self.transfer_id)
             await self._give_up(stream, InternalError(f"sending the prompt's state failed: {error!r}"), write)
         finally:
+            stream.over = True
             record.end(time.monotonic(), self._outcome(stream))
             if self._holds(stream) and not self._over:
                 self._settle(stream, reason)
@@ -253,7 +254,7 @@ class SourceTransfer:
         streams, self._streams, self._to = self._streams, {}, None
         for stream in streams.values():
             if stream.committed is None and stream.task is not asyncio.current_task():
-                stream.task.cancel()
+                stream.cut()
 
     def _changed(self) -> None:
         for stream in self._streams.values():

@@ -54,12 +54,13 @@ class _Reader:
         self._next = None
         return frame
 
-    async def to_the_end(self) -> None:
-        """Wait until the destination has said its last word, or is gone: a word to a stream that has ended makes its gRPC
-        forget how it ended, and what was the last word of this side."""
-        with contextlib.suppress(grpc.aio.BaseError):  # it is gone
-            while await self.read() is not None:
-                pass
+    async def to_the_end(self, seconds: float) -> None:
+        """Wait so long until the destination has said its last word, or is gone: a word to a stream that has ended makes its
+        gRPC forget how it ended, and what was the last word of this side."""
+        with contextlib.suppress(grpc.aio.BaseError, TimeoutError):  # it is gone, or has had its time
+            async with asyncio.timeout(seconds):
+                while await self.read() is not None:
+                    pass
 
 
 class _Writer:
@@ -221,7 +222,7 @@ class CacheStore:
         if unsettled:  # the end of a stream says that nothing is written any more; this one must not say so
             await context.abort(grpc.StatusCode.ABORTED, unsettled)
         if writer.failed:
-            await reader.to_the_end()
+            await reader.to_the_end(self._config.stall_seconds)
 
     def _record(self, opened: pb.Open) -> StreamRecord:
         return self.transfers.open(SEND, request_id=opened.request_id, transfer_id=opened.transfer_id, attempt=opened.attempt,

@@ -23,7 +23,7 @@ from cache_transfer.regions import Landing
 from slipstream.errors import ProtocolError, SlipstreamError, by_code
 from slipstream.v1 import cache_store_pb2 as pb
 
-LEFT = "the destination was lost"
+DESTINATION_LOST = "the destination was lost"
 
 Write = Callable[[bytes], Awaitable[None]]
 Read = Callable[[], Awaitable[bytes | None]]
@@ -89,6 +89,8 @@ class Stream:
         self.changed = asyncio.Event()
         """Set whenever the prompt has changed."""
         self.ready = False
+        self.over = False
+        """Set by who serves it: this side has said its last word."""
         self.committed: bool | None = None
         """What the destination said with Done."""
         self._prompt = prompt
@@ -102,6 +104,11 @@ class Stream:
         self._write = write
         self._on_ready = on_ready
         self._record = record
+
+    def cut(self) -> None:
+        """Cancel the task that serves it, unless it is over."""
+        if not self.over:
+            self.task.cancel()
 
     async def converse(self) -> None:
         """Until the destination has said Done. Raises LostError, or what ended the prompt or the conversation instead."""
@@ -239,7 +246,7 @@ def _word(reader: Reader) -> pb.Control:
     """What a reader that is done has read. Raises LostError, or what the destination failed of."""
     answer = reader.result()
     if answer is None:
-        raise LostError(LEFT)
+        raise LostError(DESTINATION_LOST)
     if answer.WhichOneof("message") == "failed":
         raise by_code(answer.failed.code, answer.failed.message)
     if answer.WhichOneof("message") == "busy":

@@ -28,8 +28,6 @@ from tests.support.worker_client import pair
 SEED = int(os.environ.get("CHAOS_SEED", "0"))
 CHANNEL = os.environ.get("CHAOS_CHANNEL", "grpc")
 IN_FLIGHT = 10
-LESSONS = 3
-"""How often a right answer is asked for before there are none."""
 RECOVERY_SECONDS = 60
 REPLICAS = {"prefill": 2, "decode": 2}
 
@@ -43,11 +41,13 @@ class Weather:
     requests: int
     leave: float
     """Share of clients that go away before the end."""
+    lessons: int = 1
+    """How often a right answer is asked for: a sick channel may fail a request more often than it is resumed."""
     settings: tuple[str, ...] = ()
 
 
 CALM = Weather(requests=200, leave=0.1)
-SICK = Weather(requests=500, leave=0.2, settings=(
+SICK = Weather(requests=500, leave=0.2, lessons=3, settings=(
     f"transfer.channel={CHANNEL}", f"transfer.faults.seed={SEED}", "transfer.frame_bytes=65536",
     "transfer.faults.delay_seconds=0.02",
     *(f"transfer.faults.{kind}=0.01" for kind in ("drop", "duplicate", "corrupt", "cut"))))
@@ -82,15 +82,15 @@ class Client:
         self.errors: list[str] = []
         self.seen = Counter[str]()
 
-    async def learn(self, kinds: list[Ask]) -> None:
+    async def learn(self, kinds: list[Ask], lessons: int) -> None:
         """What is right: known from the start, or what is answered while nothing fails."""
         room = asyncio.Semaphore(IN_FLIGHT)
 
         async def one(ask: Ask) -> None:
             async with room:
-                for _ in range(LESSONS):
+                for _ in range(lessons):
                     reply = await send(self._http, ask, stream=False)
-                    if not reply.error:  # a sick channel may fail a request more often than it is resumed
+                    if not reply.error:
                         break
             assert not reply.error, f"{ask.name}: {reply.error}"
             assert not ask.answer or {choice.text for choice in reply.choices} == {ask.answer}, ask.name
@@ -197,7 +197,7 @@ async def test_three_failures_among_many_requests(weather: Weather, served: Comm
     rng = random.Random(SEED)
     url = (await asyncio.to_thread(served.wait_for, r"ready at (http://\S+);"))[1]
     client, victims, kinds = Client(url, rng, weather.leave), Victims(served), asks()
-    await client.learn(kinds)
+    await client.learn(kinds, weather.lessons)
     await settled(client, victims, {})
     before = {name: descriptors(victims.pid(name)).total() for name in [*workers(), "router-0"]}
 

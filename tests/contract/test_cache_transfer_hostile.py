@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from cache_transfer import frames
+from cache_transfer import frames, source
 from cache_transfer.channels.grpc import InlineChannel
 from cache_transfer.layout import Range
 from cache_transfer.load import given
@@ -188,3 +188,39 @@ async def test_a_bit_that_flips_in_any_frame_is_never_committed() -> None:
                 await here.load(f"t{broken}")
             await log.until("ready", "failed")
         assert site.store.open_transfers == 0
+
+
+# After Failed --------------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def failed(site: Site) -> AsyncIterator[grpc.aio.StreamStreamCall[bytes, bytes]]:
+    """A stream whose source has given up and said so."""
+    transfer, log = site.prompt("t", TOKENS)
+    async with grpc.aio.insecure_channel(site.address) as channel:
+        call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(f"/{frames.SERVICE}/Transfer")()
+        await call.write(frames.control(open=pb.Open(transfer_id="t", epoch=1, request_id="r", remaining_ms=20_000,
+                                                     channel="grpc", compatibility_hash=LAYOUT.hash)))
+        assert await told(call) == "begin"
+        await call.write(frames.control(ready=pb.Ready()))
+        await log.until("ready")
+        transfer.fail(TransferError("no more"))
+        assert await told(call) == "transfer_failed"
+        yield call
+
+
+async def test_a_slow_last_word_finds_the_stream_and_its_end_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end is what says that nothing is written any more; a stream that is cancelled, or was there no more, says nothing."""
+    monkeypatch.setattr(source, "_LAST_WORD_SECONDS", 0.1)
+    async with serving() as site, failed(site) as call:
+        await asyncio.sleep(0.3)
+        await call.write(frames.control(busy=pb.Busy(reason="it gave this attempt up")))
+        await call.done_writing()
+        assert await call.read() is grpc.aio.EOF
+        assert await call.code() is grpc.StatusCode.OK
+
+
+async def test_a_destination_that_never_leaves_holds_a_failed_stream_for_a_while_only() -> None:
+    async with serving(stall_seconds=0.3) as site, failed(site) as call:
+        assert await asyncio.wait_for(call.read(), 5) is grpc.aio.EOF
+        assert await call.code() is grpc.StatusCode.OK

@@ -94,14 +94,14 @@ class Site:
     """A source."""
 
     def __init__(self, channel: Channel, layout: CacheLayout | None = None, frame_bytes: int = 1 << 16, epoch: int = 1,
-                 shard: Shard | None = None, lease_seconds: float = 30.0) -> None:
+                 shard: Shard | None = None, lease_seconds: float = 30.0, stall_seconds: float = 10.0) -> None:
         self.layout = layout or transfer_rig.layout()
         self.shard = shard or whole(self.layout)
         self.held = transfer_rig.cut(self.layout, transfer_rig.tensors(self.layout, seed=1), self.shard)
         self.memory = CacheMemory(self.layout, self.held, shard)
         channel.frame_bytes = frame_bytes
         self.store = CacheStore(self.memory, Paths([channel]), replica_id="p0", epoch=epoch, rank=self.shard.rank,
-                                config=TransferConfig(lease_seconds=lease_seconds))
+                                config=TransferConfig(lease_seconds=lease_seconds, stall_seconds=stall_seconds))
         self.server = new_server()
         self.address = ""
 
@@ -130,8 +130,8 @@ def handoff(tokens: int, *choices: HandoffChoice) -> Handoff:
 @asynccontextmanager
 async def serving(channel: Channel | None = None, layout: CacheLayout | None = None, *, frame_bytes: int = 1 << 16,
                   epoch: int = 1, address: str = "127.0.0.1:0", shard: Shard | None = None,
-                  lease_seconds: float = 30.0) -> AsyncIterator[Site]:
-    site = Site(channel or CountingChannel(), layout, frame_bytes, epoch, shard, lease_seconds)
+                  lease_seconds: float = 30.0, stall_seconds: float = 10.0) -> AsyncIterator[Site]:
+    site = Site(channel or CountingChannel(), layout, frame_bytes, epoch, shard, lease_seconds, stall_seconds)
     site.store.add_to(site.server)
     site.address = await listen(site.server, address)
     try:

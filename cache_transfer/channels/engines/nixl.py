@@ -196,7 +196,7 @@ class _NixlWrite:
 def _calm(agent: Any, lands: bool) -> None:
     """Let the progress thread sleep until bytes come: the Python wrapper has it spin, which costs an idle process a core.
 
-    A process that only writes has none: it would spin on the lock that a post holds, which took a third of the speed over TCP.
+    A process that only writes has none: it would spin on the lock that a post holds (docs/decisions, channels move spans).
     """
     library = sys.modules[type(agent.agent).__module__]
     config = library.nixlAgentConfig()
