@@ -33,6 +33,10 @@ _LET_GO_SECONDS = 0.1
 """How long gRPC may take to let go of a stream that was cancelled; a write from before its metadata were sent it never does."""
 _HEARD_SECONDS = 1.0
 """Longest wait for a source to have heard our last word."""
+_LOOK_SECONDS = 0.02
+"""How long a source that writes here is read on, before our last word, to see whether it has ended."""
+_AGAIN_SECONDS = 1.0
+"""Between two tries of a fence."""
 
 
 class Leg:
@@ -87,18 +91,28 @@ class Leg:
 
         Never raises: a source that has left needs no telling.
         """
-        if self._parting is None:
-            self._parting = self._kept(self._put(last_word, last=True))
         try:
             async with asyncio.timeout(_HEARD_SECONDS):
+                if self.invited and not self.over and await self._has_ended_already():
+                    return
+                if self._parting is None:
+                    self._parting = self._kept(self._put(last_word, last=True))
                 with contextlib.suppress(asyncio.InvalidStateError):  # the source has ended
                     await asyncio.shield(self._parting)
-                self.over = await self._ends_in_order()
+                self.over |= await self._ends_in_order()
         except (grpc.aio.AioRpcError, TimeoutError) as error:
             logger.info("the source left before it heard our last word: %r", error)
         except asyncio.CancelledError:
             if is_cancelled():
                 raise
+
+    async def _has_ended_already(self) -> bool:
+        """A look before a word: one that comes after the end makes gRPC forget how the stream ended."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LOOK_SECONDS):
+                self.over |= await self._ends_in_order()
+                return True
+        return False
 
     async def _ends_in_order(self) -> bool:
         """Read what is left: only then does gRPC tell how the stream ended."""
@@ -141,12 +155,21 @@ class Leg:
             return
         self.record.quarantined = began = time.monotonic()
         logger.warning("the source of %s does not say that it has stopped writing; its memory is kept from use", request_id)
-        fence = asyncio.create_task(self.way.channel.fence(self.way.peer, self.address))
+        fence = asyncio.create_task(self._fence())
         ended = asyncio.create_task(self._has_ended())
         await asyncio.wait((fence, ended), return_when=asyncio.FIRST_COMPLETED)
         for task in (fence, ended):
             task.cancel()
         logger.info("nothing writes for %s any more; its memory was kept for %.1f s", request_id, time.monotonic() - began)
+
+    async def _fence(self) -> None:
+        """One that fails proves nothing: it is tried again."""
+        while True:
+            try:
+                return await self.way.channel.fence(self.way.peer, self.address)
+            except Exception:
+                logger.exception("channel %s cannot fence off a source; it is tried again", self.way.channel.name)
+                await asyncio.sleep(_AGAIN_SECONDS)
 
     async def _has_ended(self) -> None:
         if not await self._ends_in_order():

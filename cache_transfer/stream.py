@@ -163,6 +163,8 @@ class Stream:
                 self._record.first_byte = time.monotonic()
             await self._send(ranges)
             prompt.raise_if_failed()
+            if reader.done():
+                raise _interruption(reader)
 
     async def _send(self, ranges: list[Range]) -> None:
         assert self._prompt.where is not None
@@ -213,7 +215,7 @@ class Stream:
             await self._change_or(reader)
             if reader.done():
                 self._prompt.raise_if_failed()
-                raise ProtocolError(f"{_word(reader).WhichOneof('message')} in the middle of a transfer")
+                raise _interruption(reader)
 
     async def _answer(self, reader: Reader) -> pb.Control:
         """The destination's next word. Raises LostError, or the transfer's failure if that comes first."""
@@ -240,6 +242,11 @@ async def _control(read: Read) -> pb.Control | None:
     if isinstance(parsed, frames.Data):
         raise ProtocolError("data from the destination of a transfer")
     return parsed
+
+
+def _interruption(reader: Reader) -> ProtocolError:
+    """What a word in the middle of a transfer is. Raises as `_word`: all that a destination can say then."""
+    return ProtocolError(f"{_word(reader).WhichOneof('message')} in the middle of a transfer")
 
 
 def _word(reader: Reader) -> pb.Control:

@@ -75,7 +75,11 @@ class RdmaChannel:
         except SlipstreamError as error:
             self._peers.pop(to, None)
             raise LostError(error.message) from error
-        await self._over(write)
+        try:
+            await self._over(write)
+        except UnsettledError:
+            self._peers.pop(to, None)
+            raise
         return ()
 
     async def _over(self, write: Write) -> None:

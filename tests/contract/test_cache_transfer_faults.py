@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from cache_transfer.channels.rdma import RdmaChannel
 from cache_transfer.load import CacheLoader
 from cache_transfer.memory import CacheMemory
 from cache_transfer.paths import open_paths
@@ -125,3 +126,19 @@ async def test_all_streams_share_a_slow_link() -> None:
         began = loop.time()
         await asyncio.gather(*(site.load(f"t{number}") for number in range(3)))
         assert loop.time() - began >= 0.59, "three prompts take three times as long as one"
+
+
+async def test_a_source_that_writes_by_itself_hears_a_cancel_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The landing is not kept until the whole prompt has come."""
+    monkeypatch.setattr(RdmaChannel, "frame_bytes", 4096)
+    async with sick(channel="rdma", bytes_per_second=sum(LAYOUT.bytes_necessary(TOKENS)) / 20) as site:
+        _, log = site.prompt("t")
+        load = asyncio.create_task(site.load("t"))
+        async with asyncio.timeout(10):
+            while not any(tensor.any() for tensor in site.landed.values()):  # noqa: ASYNC110 - written from beside
+                await asyncio.sleep(0.01)
+        load.cancel()
+        done, _ = await asyncio.wait((load,), timeout=5)
+        assert done, "the source goes on and on"
+        assert load.cancelled()
+        await log.until_last("parked")

@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
+from cache_transfer import spans
+from cache_transfer.channels.base import UnsettledError
+from cache_transfer.channels.engines.nixl import NixlEngine
 from cache_transfer.channels.host import Process
+from cache_transfer.channels.rdma import RdmaChannel
 from cache_transfer.leg import Leg
 from cache_transfer.load import CacheLoader, Loaded
 from cache_transfer.paths import open_paths
@@ -21,6 +27,7 @@ from cache_transfer.record import RECEIVE
 from cache_transfer.regions import Landing
 from cache_transfer.transfers import Transfers
 from slipstream.config import RdmaConfig, TransferConfig
+from slipstream.errors import TransferError
 from slipstream.rpc.channel import connect
 from slipstream.rpc.server import listen, new_server
 from tests.support import transfer_rig
@@ -117,16 +124,41 @@ async def test_a_source_that_is_told_to_leave_says_so_and_nothing_waits() -> Non
             await asyncio.wait_for(load, 20)
 
 
-class Endless:
-    """A channel whose fence is never up."""
+class Fence:
+    """A channel whose fence fails so often, and is never up, or up after that."""
 
-    name, direct = "endless", True
+    name, direct = "fence", True
+
+    def __init__(self, fails: int | None = None) -> None:
+        self.fails = fails
 
     def address(self) -> bytes:
         return b"here"
 
     async def fence(self, origin: bytes, invited: bytes) -> None:
-        await asyncio.Event().wait()
+        if self.fails is None:
+            await asyncio.Event().wait()
+        elif self.fails:
+            self.fails -= 1
+            raise TransferError("no new engine")
+
+
+@asynccontextmanager
+async def streaming(source: Callable[[AsyncIterator[bytes], Any], Awaitable[None]], fence: Fence) -> AsyncIterator[Leg]:
+    """The destination's end of a stream that this source has been opened by, and may write by itself."""
+    server = new_server()
+    handler: Any = grpc.stream_stream_rpc_method_handler(source)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Source", {"Transfer": handler}),))
+    async with connect(await listen(server, "127.0.0.1:0")) as channel:
+        call: Any = channel.stream_stream("/test.Source/Transfer")
+        link: Any = SimpleNamespace(way=SimpleNamespace(channel=fence, peer=b"there"), transfer=lambda seconds: call())
+        record = Transfers().open(RECEIVE, request_id="r", transfer_id="t", attempt=0, rank=0, peer="p0", peer_rank=0, now=0.0)
+        leg = Leg(link, 30, record)
+        leg.invited = True
+        await leg.write(b"open")
+        yield leg
+        await leg.end()
+    await server.stop(0)
 
 
 async def test_an_end_in_order_is_heard_behind_frames_that_nobody_read() -> None:
@@ -141,16 +173,7 @@ async def test_an_end_in_order_is_heard_behind_frames_that_nobody_read() -> None
         for _ in range(5):
             await context.write(b"\1" * 1000)
 
-    server = new_server()
-    handler: Any = grpc.stream_stream_rpc_method_handler(source)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Source", {"Transfer": handler}),))
-    async with connect(await listen(server, "127.0.0.1:0")) as channel:
-        call: Any = channel.stream_stream("/test.Source/Transfer")
-        link: Any = SimpleNamespace(way=SimpleNamespace(channel=Endless(), peer=b"there"), transfer=lambda seconds: call())
-        record = Transfers().open(RECEIVE, request_id="r", transfer_id="t", attempt=0, rank=0, peer="p0", peer_rank=0, now=0.0)
-        leg = Leg(link, 30, record)
-        leg.invited = True
-        await leg.write(b"open")
+    async with streaming(source, Fence()) as leg:
         parting = asyncio.create_task(leg.part(b"failed"))
         await asyncio.wait_for(heard.wait(), 5)
         parting.cancel()
@@ -161,5 +184,53 @@ async def test_an_end_in_order_is_heard_behind_frames_that_nobody_read() -> None
         assert not fenced.done(), "the source may still write"
         go_on.set()
         await asyncio.wait_for(fenced, 5)
-        await leg.end()
-    await server.stop(0)
+
+
+async def test_a_last_word_after_the_end_does_not_undo_it() -> None:
+    """The source has ended before the destination gives up, and left frames that nobody read."""
+    ended = asyncio.Event()
+
+    async def source(requests: AsyncIterator[bytes], context: Any) -> None:
+        context.add_done_callback(lambda _: ended.set())
+        for _ in range(3):
+            await context.write(b"\1" * 1000)
+
+    async with streaming(source, Fence()) as leg:
+        await leg.read()
+        await asyncio.wait_for(ended.wait(), 5)
+        await asyncio.sleep(0.1)  # until the end is here
+        await asyncio.wait_for(leg.fenced("r"), 5)
+        assert leg.over
+
+
+async def test_a_fence_that_fails_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cache_transfer.leg._AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr("cache_transfer.leg._HEARD_SECONDS", 0.1)
+    fence = Fence(fails=3)
+
+    async def source(requests: AsyncIterator[bytes], context: Any) -> None:
+        await asyncio.Event().wait()
+
+    async with streaming(source, fence) as leg:
+        await asyncio.wait_for(leg.fenced("r"), 5)
+        assert fence.fails == 0
+
+
+async def test_a_post_that_fails_may_still_land(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many spans some may be on their way."""
+    memory = np.zeros(1 << 16, np.uint8)
+    extent = spans.of((spans.address_of(memory), memory.nbytes))
+    ends = [RdmaChannel(partial(NixlEngine, host="127.0.0.1", process=name, lands=True), extent, stall_seconds=5,
+                        quarantine_seconds=1) for name in ("p", "d")]
+    source, to = ends[0], ends[1].address()
+    here, there = extent // np.uint64(2), extent
+    here[:, 0] = there[:, 0]
+    there = here + np.array([here[0, 1], 0], np.uint64)
+    await source.send(to, here, there)
+    monkeypatch.setattr(source._engine._agent, "transfer", lambda handle: "ERR")  # type: ignore[attr-defined]
+    with pytest.raises(UnsettledError):
+        await source.send(to, here, there)
+    monkeypatch.undo()
+    await source.send(to, here, there)
+    for end in ends:
+        await end.close()

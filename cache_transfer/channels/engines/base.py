@@ -48,7 +48,7 @@ class Engine(Protocol):
 
     def write(self, peer: str, local: Spans, remote: Spans) -> Write:
         """Post pairwise equally long spans, together. May copy before it returns (one host). Raises TransferError if the peer
-        is not connected or lost, or if one of its spans is not registered there."""
+        is not connected or lost, or if one of its spans is not registered there: then nothing was posted."""
 
     def close(self) -> None:
         """Let go of everything; what peers wrote over TCP or verbs and has not landed yet never will. Again: nothing."""

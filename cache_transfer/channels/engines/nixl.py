@@ -118,8 +118,7 @@ class NixlEngine:
                 raise TransferError(f"NIXL refuses these spans of {peer}: {error!r}") from error
             write = _NixlWrite(self, self._peers[peer], peer, handle)
             self._open.add(write)
-            self._advance(write, lambda: agent.transfer(handle))
-        write.raise_if_failed()
+            self._advance(write, lambda: agent.transfer(handle))  # if it fails poll says so: some of it may be on its way
         return write
 
     def close(self) -> None:
