@@ -39,6 +39,8 @@ class VisionConfig:
     out_hidden_size: int
     num_position_embeddings: int
     in_channels: int
+    deepstack: tuple[int, ...]
+    """Blocks whose outputs are merged too: that of the i-th is added to the language model's hidden states after layer i."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +126,10 @@ def _parse(path: Path, config: dict[str, Any]) -> Checkpoint:
     generation = _json(path / "generation_config.json")
     eos = generation.get("eos_token_id", text.get("eos_token_id", config.get("eos_token_id")))
     eos_ids = frozenset(int(i) for i in (eos if isinstance(eos, list) else [eos]) if i is not None)
+    layers = _layers(text, heads, head_size)
+    if vision is not None and len(vision.deepstack) > len(layers):
+        raise CheckpointError(f"{path / 'config.json'}: vision_config.deepstack_visual_indexes names {len(vision.deepstack)} "
+                              f"blocks, one for each of the first layers, but there are {len(layers)} layers")
     dtype = str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype") or "bfloat16")
     return Checkpoint(
         path=path,
@@ -135,7 +141,7 @@ def _parse(path: Path, config: dict[str, Any]) -> Checkpoint:
         num_heads=heads,
         rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
         rope=_rope(text, head_size, path),
-        layers=_layers(text, heads, head_size),
+        layers=layers,
         tie_embeddings=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
         attention_bias=bool(text.get("attention_bias", False)),
         max_context=int(text.get("max_position_embeddings", 32768)),
@@ -195,10 +201,11 @@ def _json(path: Path, required: bool = False) -> dict[str, Any]:
 def _rope(text: dict[str, Any], head_size: int, path: Path) -> RopeConfig:
     """Both spellings: `rope_parameters`, and top-level `rope_theta` with `rope_scaling`.
 
-    M-RoPE is keyed on the section, never on the type's name: Qwen3.5 says `default`. Where Qwen3.5 leaves keys out, its class
-    rotates a quarter of each head and interleaves the axes.
+    M-RoPE is keyed on the section, never on the type's name: Qwen3.5 says `default`. Where keys are left out, Qwen3.5 and
+    Qwen3-VL interleave the axes, and Qwen3.5 rotates a quarter of each head.
     """
-    qwen3_5 = str(text.get("model_type", "")).startswith("qwen3_5")
+    family = str(text.get("model_type", ""))
+    qwen3_5 = family.startswith("qwen3_5")
     rope = {**(text.get("rope_scaling") or {}), **(text.get("rope_parameters") or {})}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "mrope"):
@@ -213,7 +220,7 @@ def _rope(text: dict[str, Any], head_size: int, path: Path) -> RopeConfig:
     return RopeConfig(
         theta=float(theta), rotary_size=rotary,
         mrope_section=(int(section[0]), int(section[1]), int(section[2])) if section is not None else None,
-        mrope_interleaved=bool(rope.get("mrope_interleaved", qwen3_5)),
+        mrope_interleaved=bool(rope.get("mrope_interleaved", qwen3_5 or family.startswith("qwen3_vl"))),
     )
 
 
@@ -244,8 +251,13 @@ def _layers(text: dict[str, Any], heads: int, head_size: int) -> tuple[LayerSpec
 def _vision(path: Path, config: dict[str, Any] | None) -> VisionConfig | None:
     if not config:
         return None
-    if config.get("deepstack_visual_indexes"):
-        raise CheckpointError(f"{path / 'config.json'}: vision_config.deepstack_visual_indexes is not supported")
+    deepstack = tuple(int(block) for block in config.get("deepstack_visual_indexes") or ())
+    if list(deepstack) != sorted(set(deepstack) & set(range(int(config["depth"])))):
+        raise CheckpointError(f"{path / 'config.json'}: vision_config.deepstack_visual_indexes {list(deepstack)} must ascend "
+                              f"within the {config['depth']} blocks")
+    if config.get("hidden_act", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
+        raise CheckpointError(f"{path / 'config.json'}: vision_config.hidden_act {config['hidden_act']!r} is not supported; "
+                              "known: gelu_pytorch_tanh")
     if math.isqrt(int(config["num_position_embeddings"])) ** 2 != int(config["num_position_embeddings"]):
         raise CheckpointError(f"{path / 'config.json'}: vision_config.num_position_embeddings "
                               f"{config['num_position_embeddings']} is not a square")
@@ -254,7 +266,7 @@ def _vision(path: Path, config: dict[str, Any] | None) -> VisionConfig | None:
         num_heads=int(config["num_heads"]), patch_size=int(config["patch_size"]),
         temporal_patch_size=int(config.get("temporal_patch_size", 2)), merge_size=int(config.get("spatial_merge_size", 2)),
         out_hidden_size=int(config["out_hidden_size"]), num_position_embeddings=int(config["num_position_embeddings"]),
-        in_channels=int(config.get("in_channels", 3)))
+        in_channels=int(config.get("in_channels", 3)), deepstack=deepstack)
 
 
 def _image(path: Path, vision: VisionConfig | None) -> ImageConfig | None:

@@ -88,6 +88,13 @@ class Shard:
         return tuple(local_spec(layers[index], self.tp, self.tp_rank) for index in self.layers)
 
 
+def deepstack_levels(checkpoint: Checkpoint, shard: Shard | None) -> int:
+    """Deepstack features of an image row that a rank's stage is given: for its own layers, and for those of later stages.
+    `shard` None: of the only rank."""
+    features = checkpoint.vision.deepstack if checkpoint.vision is not None else ()
+    return max(0, len(features) - (shard.layers.start if shard is not None else 0))
+
+
 def heads_of(heads: int, tp: int, tp_rank: int) -> range:
     """The heads of a tensor rank. `heads` divides `tp`, or `tp` divides `heads`."""
     if tp <= heads:

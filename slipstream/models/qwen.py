@@ -1,10 +1,11 @@
-"""Qwen3 and Qwen3.5 language models over the shared layers; knows no file and no scheduler."""
+"""Qwen3, Qwen3-VL and Qwen3.5 language models over the shared layers; knows no file and no scheduler."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -20,6 +21,7 @@ from slipstream.layers.norm import RMSNorm
 from slipstream.layers.parallel import Alone, Communicator
 from slipstream.layers.rope import Rotary
 from slipstream.models.vision import VisionTower
+from slipstream.sharding import deepstack_levels
 from slipstream.types import AttentionLayer, LayerSpec
 
 
@@ -61,6 +63,7 @@ class Decoder(nn.Module):
     def __init__(self, checkpoint: Checkpoint, kernels: Kernels, comm: Communicator, *, qwen3_5: bool) -> None:
         super().__init__()
         self.shard = comm.shard
+        self.hidden_size, self.levels = checkpoint.hidden_size, deepstack_levels(checkpoint, comm.shard)
         if self.shard.first or (self.shard.last and checkpoint.tie_embeddings):  # a tied head is a copy of the embedding
             self.embed_tokens = Vocabulary(checkpoint.vocab_size, checkpoint.hidden_size, comm)
         self.layers = nn.ModuleDict({str(i): DecoderLayer(checkpoint, checkpoint.layers[i], kernels, comm, qwen3_5=qwen3_5)
@@ -71,27 +74,41 @@ class Decoder(nn.Module):
 
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache], on_layer: Callable[[int], None] | None,
                 hidden: Tensor | None) -> Tensor:
-        """Hidden states [T, hidden] after the stage's layers; on the last stage normed, and only of `batch.logit_rows`."""
-        x = self._embed(batch) if self.shard.first else hidden
-        assert x is not None
+        """Hidden states [T, hidden] after the stage's layers; on the last stage normed, and only of `batch.logit_rows`.
+
+        Between stages they are followed by the M rows of each deepstack feature that later layers add: [T + L * M, hidden].
+        """
+        x, features = self._begin(batch, hidden)
         rope = self.rotary(batch.positions, x.dtype)
         for i, layer, cache in zip(self.shard.layers, self.layers.values(), caches, strict=True):
             assert isinstance(layer, DecoderLayer)
             x = layer.mix(x, rope, batch, cache)
             if on_layer is not None:
                 on_layer(i)
-            if self.shard.last and i == self.shard.layers[-1]:
+            end = self.shard.last and i == self.shard.layers[-1]
+            if end and not features:
                 x = x[batch.logit_rows]
             x = layer(x)
-        result: Tensor = self.norm(x) if self.shard.last else x
+            if features:
+                assert batch.visual_rows is not None
+                x = x.index_add(0, batch.visual_rows, features.pop(0))
+                x = x[batch.logit_rows] if end else x
+        result: Tensor = self.norm(x) if self.shard.last else torch.cat([x, *features]) if features else x
         return result
 
-    def _embed(self, batch: ForwardBatch) -> Tensor:
-        x: Tensor = self.embed_tokens(batch.token_ids)
-        if batch.visual_rows is not None:
-            assert batch.visual_embeds is not None
-            x[batch.visual_rows] = batch.visual_embeds.to(x.dtype)
-        return x
+    def _begin(self, batch: ForwardBatch, hidden: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+        """Hidden states [T, hidden] before the stage's layers, and the [M, hidden] that are added after them, in order."""
+        if not self.shard.first:
+            assert hidden is not None
+            rows = [len(batch.visual_rows)] * self.levels if batch.visual_rows is not None else []
+            x, *features = torch.split(hidden, [len(batch.token_ids), *rows])
+            return x, features
+        x = self.embed_tokens(batch.token_ids)
+        if batch.visual_rows is None:
+            return x, []
+        assert batch.visual_embeds is not None
+        x[batch.visual_rows], *features = torch.split(batch.visual_embeds.to(x.dtype), self.hidden_size, -1)
+        return x, features
 
 
 class CausalLM(nn.Module):
@@ -100,6 +117,7 @@ class CausalLM(nn.Module):
     qwen3_5 = False
     takes_linear_layers = False
     takes_mrope = False
+    takes_deepstack = False
 
     def __init__(self, checkpoint: Checkpoint, kernels: Kernels, comm: Communicator | None = None) -> None:
         """`comm` None: the only rank."""
@@ -115,7 +133,8 @@ class CausalLM(nn.Module):
         """Logits of `batch.logit_rows`, [R, vocab] float32, on tensor rank 0 of the last stage; None elsewhere.
 
         `caches`: of this rank's layers. `on_layer(i)`: layer i of the checkpoint has written its caches for this batch.
-        `hidden`: what the stage before has sent, [T, hidden]; the first stage embeds instead. All but the last stage send on.
+        `hidden`: what the stage before has sent (see Decoder.forward); the first stage embeds instead. All but the last stage
+        send on.
         """
         x: Tensor = self.model(batch, caches, on_layer, hidden)
         if not self.comm.shard.last:
@@ -136,20 +155,35 @@ class Qwen3_5ForCausalLM(CausalLM):
     takes_mrope = True
 
 
-class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
-    """Qwen3.5 with its vision tower, which rank 0 alone holds."""
+class ConditionalGeneration(CausalLM):
+    """With a vision tower, which rank 0 alone holds."""
 
     def __init__(self, checkpoint: Checkpoint, kernels: Kernels, comm: Communicator | None = None) -> None:
         super().__init__(checkpoint, kernels, comm)
         if checkpoint.vision is None or checkpoint.image is None:
-            raise CheckpointError("Qwen3_5ForConditionalGeneration needs a vision_config in config.json")
+            raise CheckpointError(f"{type(self).__name__} needs a vision_config in config.json")
         if checkpoint.vision.out_hidden_size != checkpoint.hidden_size:
             raise CheckpointError(f"vision_config.out_hidden_size is {checkpoint.vision.out_hidden_size}, the language model's "
                                   f"hidden_size {checkpoint.hidden_size}")
         self.visual = VisionTower(checkpoint.vision, checkpoint.image, kernels) if self.comm.shard.rank == 0 else None
 
     def encode_images(self, pixels: Sequence[NDArray[np.uint8]]) -> list[Tensor]:
-        """uint8 [H, W, 3] images -> one [tokens, hidden] each. On rank 0."""
+        """uint8 [H, W, 3] images -> one [tokens, (1 + deepstack) * hidden] each. On rank 0."""
         assert self.visual is not None
         result: list[Tensor] = self.visual(pixels)
         return result
+
+
+class Qwen3VLForConditionalGeneration(ConditionalGeneration):
+    """Qwen3-VL dense: Qwen3 with M-RoPE, and a tower whose inner blocks reach the first layers too."""
+
+    takes_mrope = True
+    takes_deepstack = True
+
+
+class Qwen3_5ForConditionalGeneration(ConditionalGeneration):
+    """Qwen3.5 with pictures."""
+
+    qwen3_5 = True
+    takes_linear_layers = True
+    takes_mrope = True

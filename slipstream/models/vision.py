@@ -86,18 +86,18 @@ class VisionBlock(nn.Module):
 
 
 class PatchMerger(nn.Module):
-    """m*m neighbouring patches -> one embedding of the language model."""
+    """m*m neighbouring patches -> one embedding of the language model. `joined`: they are normed together (deepstack)."""
 
-    def __init__(self, config: VisionConfig) -> None:
+    def __init__(self, config: VisionConfig, *, joined: bool = False) -> None:
         super().__init__()
         wide = config.hidden_size * config.merge_size**2
-        self.norm = nn.LayerNorm(config.hidden_size, eps=1e-6)
+        self.norm = nn.LayerNorm(wide if joined else config.hidden_size, eps=1e-6)
         self.linear_fc1 = nn.Linear(wide, wide)
         self.linear_fc2 = nn.Linear(wide, config.out_hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """[patches, hidden] -> [patches / (m*m), out_hidden]."""
-        wide = self.norm(x).reshape(-1, self.linear_fc1.in_features)
+        wide = self.norm(x.reshape(-1, *self.norm.normalized_shape)).reshape(-1, self.linear_fc1.in_features)
         result: Tensor = self.linear_fc2(F.gelu(self.linear_fc1(wide)))
         return result
 
@@ -115,11 +115,13 @@ class VisionTower(nn.Module):
         self.pos_embed = empty_embedding(config.num_position_embeddings, config.hidden_size)
         self.blocks = nn.ModuleList(VisionBlock(config, kernels) for _ in range(config.depth))
         self.merger = PatchMerger(config)
+        self.deepstack_merger_list = nn.ModuleList(PatchMerger(config, joined=True) for _ in config.deepstack)
         self.register_buffer("mean", torch.tensor(image.mean, device="cpu"), persistent=False)
         self.register_buffer("std", torch.tensor(image.std, device="cpu"), persistent=False)
 
     def forward(self, pixels: Sequence[NDArray[np.uint8]]) -> list[Tensor]:
-        """uint8 [H, W, 3] images, sides multiples of patch * merge -> one [tokens, out_hidden] each."""
+        """uint8 [H, W, 3] images, sides multiples of patch * merge -> one [tokens, (1 + deepstack) * out_hidden] each:
+        the embedding, then the features that are added after the language model's first layers."""
         if not pixels:
             return []
         config, weight = self.config, self.pos_embed.weight
@@ -129,10 +131,12 @@ class VisionTower(nn.Module):
         angles = torch.cat([self._angles(*grid) for grid in grids])
         rope = (angles.cos(), angles.sin())
         lengths = [h * w for h, w in grids]
-        for block in self.blocks:
+        features, mergers = [], iter(self.deepstack_merger_list)
+        for i, block in enumerate(self.blocks):
             x = block(x, rope, lengths)
-        merged: Tensor = self.merger(x)
-        return list(torch.split(merged, [n // config.merge_size**2 for n in lengths]))
+            if i in config.deepstack:
+                features.append(next(mergers)(x))
+        return list(torch.split(torch.cat([self.merger(x), *features], -1), [n // config.merge_size**2 for n in lengths]))
 
     def _patches(self, image: NDArray[np.uint8]) -> Tensor:
         """[patches, C * t * p * p]; a still image fills the temporal patch with copies of itself."""

@@ -132,7 +132,7 @@ def test_the_tokens_of_one_rank_alone(tp: int, pp: int, alone: dict[tuple[str, i
         own = caches.allocate(comm.shard.specs(checkpoint.layers), CONFIG, CONFIG.max_running + CONFIG.state_snapshots,
                               torch.float32, torch.device("cpu"))
         local = RankExecutor(model, own, CONFIG.block_size, torch.device("cpu"), comm,
-                             hidden=(checkpoint.hidden_size, torch.float32))
+                             checkpoint=checkpoint, dtype=torch.float32)
         while not isinstance(entry := link.read(), log.End):
             gang.follow(entry, local, link.say, lambda published, layer: None)
 

@@ -65,11 +65,12 @@ class Case:
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
-    return {"demo": Case(checkpoints.DEMO), "qwen3": Case(tiny.write("qwen3", tmp_path_factory.mktemp("qwen3")))}
+    own = {name: Case(tiny.write(name, tmp_path_factory.mktemp(name))) for name in ("qwen3", "qwen3_vl", "qwen3_tied_vl")}
+    return {"demo": Case(checkpoints.DEMO), **own}
 
 
 @pytest.mark.parametrize(("tp", "pp"), GEOMETRIES)
-@pytest.mark.parametrize("name", ["demo", "qwen3"])
+@pytest.mark.parametrize("name", ["demo", "qwen3", "qwen3_vl", "qwen3_tied_vl"])
 def test_every_geometry_computes_what_the_whole_model_does(cases: dict[str, Case], name: str, tp: int, pp: int) -> None:
     case = cases[name]
     geometry = sharding.plan(case.checkpoint, tp=tp, pp=pp)

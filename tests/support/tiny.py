@@ -31,6 +31,15 @@ _TEXT_3: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096, "rope_theta": 1e6}
 
 
+def _vl_3(layers: int = 4, tied: bool = False) -> Any:
+    """Three deepstack features; with three layers one of them follows the last layer."""
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    text = {**_TEXT_3, "num_hidden_layers": layers, "rope_theta": None, "rope_parameters": rope}
+    return transformers.Qwen3VLForConditionalGeneration(transformers.Qwen3VLConfig(
+        text_config=text, vision_config={**_VISION, "depth": 4, "deepstack_visual_indexes": [0, 1, 3]}, image_token_id=IMAGE,
+        video_token_id=VIDEO, vision_start_token_id=VISION_START, vision_end_token_id=VISION_END, tie_word_embeddings=tied))
+
+
 def _text_3_5(tied: bool) -> Any:
     return transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**_TEXT_3_5, tie_word_embeddings=tied))
 
@@ -43,6 +52,8 @@ def _vl_3_5() -> Any:
 
 _MODELS: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**_TEXT_3)),
+    "qwen3_vl": _vl_3,
+    "qwen3_tied_vl": lambda: _vl_3(layers=3, tied=True),
     "qwen3_5_text": lambda: _text_3_5(tied=False),
     "qwen3_5_text_tied": lambda: _text_3_5(tied=True),
     "qwen3_5_vl": _vl_3_5,

@@ -91,6 +91,10 @@ def test_pictures_want_mrope(tmp_path: Path) -> None:
     flat = dataclasses.replace(demo, rope=dataclasses.replace(demo.rope, mrope_section=None))
     with pytest.raises(CheckpointError, match=r"pictures without M-RoPE"):
         registry.load(flat, dtype=torch.float32, device=CPU)
+    assert demo.vision is not None
+    deep = dataclasses.replace(demo, vision=dataclasses.replace(demo.vision, deepstack=(0,)))
+    with pytest.raises(CheckpointError, match=r"Qwen3_5ForConditionalGeneration does not do: deepstack features"):
+        registry.load(deep, dtype=torch.float32, device=CPU)
     blind = dataclasses.replace(demo, architecture="Qwen3_5ForCausalLM")
     with pytest.raises(CheckpointError, match=r"a vision tower"):
         registry.load(blind, dtype=torch.float32, device=CPU)
