@@ -26,12 +26,15 @@ _HYBRID: dict[str, Any] = {
 _VISION: dict[str, Any] = {"depth": 2, "hidden_size": 48, "intermediate_size": 96, "num_heads": 4, "patch_size": 16,
                            "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 64,
                            "num_position_embeddings": 16, "in_channels": 3}
+_IMAGES: dict[str, Any] = {"image_token_id": 500, "video_token_id": 501, "vision_start_token_id": 502,
+                           "vision_end_token_id": 503, "tie_word_embeddings": False, "dtype": "float32"}
+_INTERLEAVED: dict[str, Any] = {"rope_theta": 5e6, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
 TINY: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": {**_COMMON, "head_dim": 16, "rope_theta": 1e6},
     "Qwen3_5ForCausalLM": _HYBRID,
-    "Qwen3_5ForConditionalGeneration": {"text_config": _HYBRID, "vision_config": _VISION, "image_token_id": 500,
-                                        "video_token_id": 501, "vision_start_token_id": 502, "vision_end_token_id": 503,
-                                        "tie_word_embeddings": False, "dtype": "float32"},
+    "Qwen3_5ForConditionalGeneration": {"text_config": _HYBRID, "vision_config": _VISION, **_IMAGES},
+    "Qwen3VLForConditionalGeneration": {"text_config": {**_COMMON, "head_dim": 16, "rope_parameters": _INTERLEAVED},
+                                        "vision_config": {**_VISION, "deepstack_visual_indexes": [0, 1]}, **_IMAGES},
 }
 
 
