@@ -23,7 +23,7 @@ from slipstream.errors import GangError
 from slipstream.layers.parallel import Communicator
 from slipstream.models import registry
 from slipstream.types import Grid, RequestId, SamplingParams
-from tests.support import oracle, ranks, tiny
+from tests.support import engine_driver, oracle, ranks, tiny
 from tests.support.engine_driver import assert_empty, poison, request
 from tests.support.engine_pair import Pair
 from tests.support.samples import Samples
@@ -114,7 +114,7 @@ def test_the_tokens_of_one_rank_alone(tp: int, pp: int, alone: dict[tuple[str, i
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 1), (2, 3)])
 def test_deepstack_reaches_the_stages_that_add_it(tp: int, pp: int, vl: tuple[Path, Asks, list[list[int]]]) -> None:
-    """Features for layers 0 to 2, of which stage 0 has two; pictures and a text in one step, cut inside a picture."""
+    """Features for layers 0 to 2, of which stage 0 has at most two; pictures and a text in one step, cut inside a picture."""
     folder, asks, right = vl
 
     def serve(engine: Engine) -> list[list[int]]:
@@ -130,14 +130,14 @@ def test_deepstack_reaches_the_stages_that_add_it(tp: int, pp: int, vl: tuple[Pa
         assert engine.counters().cached_tokens > 100
         return right
 
-    assert sharding.plan(checkpoints.read(folder), tp=tp, pp=pp).stages[0] == {1: 4, 2: 2, 3: 2}[pp]
+    assert pp == 1 or sharding.plan(checkpoints.read(folder), tp=tp, pp=pp).stages[0] < 3
     assert replica(folder, tp, pp, serve) == right
 
 
-@pytest.fixture(scope="module")
-def vl(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Asks, list[list[int]]]:
+@pytest.fixture(scope="module", params=["qwen3_vl", "qwen3_tied_vl"])
+def vl(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Asks, list[list[int]]]:
     """A folder, requests, and what transformers answers."""
-    folder = tiny.write("qwen3_vl", tmp_path_factory.mktemp("vl"))
+    folder = tiny.write(request.param, tmp_path_factory.mktemp("vl"))
     draw = np.random.default_rng(4)
     asks: Asks = []
     for name, before, sizes in (("text", 70, []), ("long", 80, [(6, 5)]), ("two", 3, [(3, 2), (2, 6)]), ("last", 20, [(4, 4)])):
@@ -145,7 +145,7 @@ def vl(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Asks, list[list[
         for h, w in sizes:
             tokens += [tiny.VISION_START, *[tiny.IMAGE] * (h * w), tiny.VISION_END]
         pixels = [draw.integers(0, 256, (32 * h, 32 * w, 3), dtype=np.uint8) for h, w in sizes]
-        asked = request(name, tokens, 12, grids=[Grid(t=1, h=2 * h, w=2 * w) for h, w in sizes], ignore_eos=True,
+        asked = engine_driver.request(name, tokens, 12, grids=[Grid(t=1, h=2 * h, w=2 * w) for h, w in sizes], ignore_eos=True,
                         images=[bytes([len(name), h, w]) * 4 for h, w in sizes])
         asks.append((asked, pixels))
     return folder, asks, [oracle.greedy(folder, asked.tokens, pixels, 12) for asked, pixels in asks]

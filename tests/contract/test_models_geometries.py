@@ -1,4 +1,4 @@
-"""The demo model, a dense one and two with deepstack, cut every way that a replica may be: logits, greedy tokens and caches of the whole model."""
+"""The demo model, a dense one and two with deepstack, cut every way that a replica may be: logits, greedy tokens and caches."""
 
 from __future__ import annotations
 

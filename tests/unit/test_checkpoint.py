@@ -64,6 +64,13 @@ def test_what_qwen3_5_leaves_out(tmp_path: Path) -> None:
     assert (found.rope.rotary_size, found.rope.mrope_interleaved) == (16, True)
 
 
+def test_what_qwen3_vl_leaves_out(tmp_path: Path) -> None:
+    """The whole head turns, axes are interleaved."""
+    rope = {"rope_theta": 5e6, "mrope_section": [12, 10, 10], "rope_type": "default"}
+    found = read(tmp_path, demo(text={"model_type": "qwen3_vl_text", "rope_parameters": rope, "partial_rotary_factor": None}))
+    assert (found.rope.rotary_size, found.rope.mrope_interleaved) == (64, True)
+
+
 def test_an_interval_of_two_and_its_own_list_wins(tmp_path: Path) -> None:
     two = read(tmp_path, demo(text={"layer_types": None, "full_attention_interval": 2}))
     assert [type(layer) for layer in two.layers] == [LinearLayer, AttentionLayer] * 4
