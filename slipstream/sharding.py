@@ -123,7 +123,7 @@ def _is_legal(checkpoint: Checkpoint, tp: int) -> bool:
     def split_or_copied(heads: int) -> bool:
         return heads % tp == 0 or tp % heads == 0
 
-    if not (split(checkpoint.num_heads) and split(checkpoint.intermediate_size)):
+    if not (split(checkpoint.num_heads) and all(map(split, checkpoint.intermediate_sizes))):
         return False
     return all(split_or_copied(layer.kv_heads) if isinstance(layer, AttentionLayer)
                else split(layer.value_heads) and split_or_copied(layer.key_heads) for layer in checkpoint.layers)
@@ -135,7 +135,7 @@ def plan(checkpoint: Checkpoint, *, tp: int, pp: int, stages: Sequence[int] = ()
     if not _is_legal(checkpoint, tp) or tp > MAX_TP:
         legal = ", ".join(map(str, legal_tp(checkpoint)))
         raise ConfigError(f"tp {tp} does not cut {checkpoint.architecture} evenly ({checkpoint.num_heads} heads, "
-                          f"intermediate size {checkpoint.intermediate_size}); legal: {legal}", field="tp")
+                          f"intermediate size {', '.join(map(str, checkpoint.intermediate_sizes))}); legal: {legal}", field="tp")
     count = len(checkpoint.layers)
     if not 1 <= pp <= count:
         raise ConfigError(f"pp must be 1 to {count}, the number of layers, not {pp}", field="pp")
@@ -168,10 +168,12 @@ def _costs(checkpoint: Checkpoint) -> list[int]:
     """Weights that each layer multiplies a token with."""
     hidden = checkpoint.hidden_size
     found = []
-    for layer in checkpoint.layers:
+    for index, layer in enumerate(checkpoint.layers):
+        experts = checkpoint.experts_of(index)
         if isinstance(layer, AttentionLayer):
             mixer = 2 * (checkpoint.num_heads + layer.kv_heads) * layer.head_size
         else:
             mixer = sum(layer.conv_segments) + 2 * layer.value_heads * layer.value_head_size
-        found.append(hidden * (mixer + 3 * checkpoint.intermediate_size))
+        wide = checkpoint.intermediate_size if experts is None else experts.top_k * experts.intermediate_size + experts.shared_size
+        found.append(hidden * (mixer + 3 * wide))
     return found

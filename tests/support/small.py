@@ -9,7 +9,8 @@ from torch import nn
 
 from slipstream.checkpoint import Checkpoint, RopeConfig
 from slipstream.kernels import dispatch
-from slipstream.models.qwen import CausalLM, Qwen3_5ForCausalLM
+from slipstream.models import registry
+from slipstream.models.qwen import CausalLM
 from slipstream.types import AttentionLayer, LinearLayer, SamplingParams
 
 
@@ -17,7 +18,7 @@ def hybrid_checkpoint() -> Checkpoint:
     """Gated DeltaNet, then gated attention; three M-RoPE axes that share the six rotated pairs; names no folder."""
     return Checkpoint(
         path=Path("none"), architecture="Qwen3_5ForCausalLM", dtype="float32", vocab_size=40, hidden_size=32,
-        intermediate_size=48, num_heads=4, rms_norm_eps=1e-6,
+        intermediate_size=48, experts=None, num_heads=4, rms_norm_eps=1e-6,
         rope=RopeConfig(theta=1e4, rotary_size=12, mrope_section=(2, 2, 2), mrope_interleaved=True),
         layers=(LinearLayer(name="layers.0", key_heads=2, value_heads=4, key_head_size=8, value_head_size=8, conv_width=4),
                 AttentionLayer(name="layers.1", kv_heads=2, head_size=16)),
@@ -29,7 +30,7 @@ def hybrid_checkpoint() -> Checkpoint:
 def random_model(checkpoint: Checkpoint, seed: int = 0, dtype: torch.dtype = torch.float32) -> CausalLM:
     """Every weight is drawn, norms included."""
     generator = torch.Generator().manual_seed(seed)
-    model = Qwen3_5ForCausalLM(checkpoint, dispatch.choose("reference"))
+    model = registry.architectures()[checkpoint.architecture](checkpoint, dispatch.choose("reference"))
     for parameter in model.parameters():
         parameter.requires_grad_(False)
         nn.init.normal_(parameter, std=0.3 if parameter.dim() > 1 else 0.5, generator=generator)
