@@ -133,9 +133,9 @@ def plan(checkpoint: Checkpoint, *, tp: int, pp: int, stages: Sequence[int] = ()
     """The geometry of a replica; `stages` gives the layers of each stage, empty: balanced. Raises ConfigError that lists what
     would be legal."""
     if not _is_legal(checkpoint, tp) or tp > MAX_TP:
-        legal = ", ".join(map(str, legal_tp(checkpoint)))
+        legal, sizes = (", ".join(map(str, each)) for each in (legal_tp(checkpoint), checkpoint.intermediate_sizes))
         raise ConfigError(f"tp {tp} does not cut {checkpoint.architecture} evenly ({checkpoint.num_heads} heads, "
-                          f"intermediate size {', '.join(map(str, checkpoint.intermediate_sizes))}); legal: {legal}", field="tp")
+                          f"intermediate size {sizes}); legal: {legal}", field="tp")
     count = len(checkpoint.layers)
     if not 1 <= pp <= count:
         raise ConfigError(f"pp must be 1 to {count}, the number of layers, not {pp}", field="pp")
@@ -174,6 +174,8 @@ def _costs(checkpoint: Checkpoint) -> list[int]:
             mixer = 2 * (checkpoint.num_heads + layer.kv_heads) * layer.head_size
         else:
             mixer = sum(layer.conv_segments) + 2 * layer.value_heads * layer.value_head_size
-        wide = checkpoint.intermediate_size if experts is None else experts.top_k * experts.intermediate_size + experts.shared_size
+        wide = checkpoint.intermediate_size
+        if experts is not None:
+            wide = experts.top_k * experts.intermediate_size + experts.shared_size
         found.append(hidden * (mixer + 3 * wide))
     return found

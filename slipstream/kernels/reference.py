@@ -1,8 +1,8 @@
 """Plain torch for every operation: the oracle of the faster backends, and what a CPU runs. Knows no layer and no sequence.
 
 Shape legend: T tokens, H query heads, G KV heads, D head size, R rotated channels, N blocks, P block size, S sequences,
-L longest context, C channels, W conv width, V value heads, K/E key/value head size, n tokens of one chunk, X experts, k experts of
-a token, I intermediate size of an expert.
+L longest context, C channels, W conv width, V value heads, K/E key/value head size, n tokens of one chunk, X experts,
+k experts of a token, I intermediate size of an expert.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def top_experts(logits: Tensor, count: int, normalise: bool) -> tuple[Tensor, Tensor]:
-    """Router logits [T, X] -> the `count` likeliest experts of each token, [T, k] int64, and their weights in the logits' dtype.
+    """Router logits [T, X] -> the `count` likeliest experts of each token, [T, k] int64, and their weights, [T, k].
 
     Probabilities are float32 and over all experts; `normalise`: those of a token's experts are scaled to add up to 1.
     """

@@ -73,14 +73,14 @@ class Piece:
 
 
 class Stack(Part):
-    """Matrices of all experts in one, [experts, ...]. On disk it is one tensor too, or a matrix for each expert and projection."""
+    """Matrices of all experts in one, [experts, ...]; on disk one tensor too, or a matrix for each expert and projection."""
 
     projections: dict[str, Cut]
     """In the order in which they are joined along `axis`."""
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], axis: int, projections: dict[str, Cut]) -> Stack:
-        """`shape` of the other axes: experts, and inputs or outputs; the rank's part of each projection is joined along `axis`."""
+        """`shape` of the other axes, experts first; the rank's parts of the projections are joined along `axis`."""
         first, *others = projections.values()
         cut = sum(others, first)
         made = cls(torch.empty(*shape[:axis], len(cut), *shape[axis:]), requires_grad=False)

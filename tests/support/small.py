@@ -1,13 +1,14 @@
-"""A hybrid model of two layers with random weights, made without transformers or files; for tests that run in milliseconds."""
+"""Hybrid models of two layers with random weights, made without transformers or files; for tests that run in milliseconds."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from slipstream.checkpoint import Checkpoint, RopeConfig
+from slipstream.checkpoint import Checkpoint, ExpertConfig, RopeConfig
 from slipstream.kernels import dispatch
 from slipstream.models import registry
 from slipstream.models.qwen import CausalLM
@@ -25,6 +26,14 @@ def hybrid_checkpoint() -> Checkpoint:
         tie_embeddings=False, attention_bias=False, max_context=256, eos_token_ids=frozenset(), sampling=SamplingParams(),
         vision=None, image=None, image_token_id=None, video_token_id=None, vision_start_token_id=None,
         vision_end_token_id=None)
+
+
+def sparse_checkpoint() -> Checkpoint:
+    """Qwen3-Next: fused projections and an MLP, then attention and experts beside a shared one."""
+    small = hybrid_checkpoint()
+    return dataclasses.replace(
+        small, architecture="Qwen3NextForCausalLM", rope=dataclasses.replace(small.rope, mrope_section=None),
+        experts=ExpertConfig(count=4, top_k=2, intermediate_size=24, shared_size=16, normalise=True, layers=frozenset({1})))
 
 
 def random_model(checkpoint: Checkpoint, seed: int = 0, dtype: torch.dtype = torch.float32) -> CausalLM:

@@ -29,15 +29,13 @@ _VISION = {"depth": 3, "hidden_size": 48, "intermediate_size": 96, "num_heads": 
 _TEXT_3: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096, "rope_theta": 1e6}
-
-
-_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _SHARED = {**_EXPERTS, "shared_expert_intermediate_size": 16}
 _SPARSE_3_5 = {name: value for name, value in {**_TEXT_3_5, **_SHARED}.items() if name != "intermediate_size"}
 _NEXT = {**_TEXT_3_5, **_SHARED, "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}}
 _TEXT_2 = {name: value for name, value in _TEXT_3.items() if name != "head_dim"}
-_MARKS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": VISION_START,
-          "vision_end_token_id": VISION_END}
+_MARKS: dict[str, Any] = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": VISION_START,
+                          "vision_end_token_id": VISION_END}
 
 
 def _text_3_5(tied: bool) -> Any:
