@@ -245,3 +245,8 @@ def test_tp_must_cut_every_expert(tmp_path: Path) -> None:
     assert sharding.legal_tp(checkpoint) == [1, 2]
     with pytest.raises(ConfigError, match=r"intermediate size 6\); legal: 1, 2"):
         sharding.plan(checkpoint, tp=4, pp=1)
+
+
+def test_qwen3_next_turns_a_quarter_of_a_head_where_it_does_not_say(tmp_path: Path) -> None:
+    assert read(tmp_path, num_experts=8, model_type="qwen3_next", head_dim=32).rope.rotary_size == 8
+    assert read(tmp_path, num_experts=8, head_dim=32).rope.rotary_size == 32
