@@ -26,6 +26,23 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertConfig:
+    """Mixture of experts."""
+
+    count: int
+    top_k: int
+    """Experts of each token."""
+    intermediate_size: int
+    """Of each expert."""
+    shared_size: int
+    """Intermediate size of the expert that every token takes; 0: there is none."""
+    normalise: bool
+    """The weights of a token's experts add up to 1."""
+    layers: frozenset[int]
+    """The layers that have experts; the others are dense."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class VisionConfig:
     """The vision tower (Qwen3-VL and Qwen3.5)."""
 
@@ -71,6 +88,8 @@ class Checkpoint:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
+    """Of the dense layers; 0: there are none."""
+    experts: ExpertConfig | None
     num_heads: int
     rms_norm_eps: float
     rope: RopeConfig
@@ -92,6 +111,17 @@ class Checkpoint:
     def has_linear_layers(self) -> bool:
         """True for hybrid models: a sequence then owns a state slot beside its blocks."""
         return any(isinstance(layer, LinearLayer) for layer in self.layers)
+
+    @property
+    def intermediate_sizes(self) -> tuple[int, ...]:
+        """Of the dense layers, of the experts and of the shared expert, as far as there are any."""
+        experts = self.experts
+        sizes = (self.intermediate_size, *((experts.intermediate_size, experts.shared_size) if experts else ()))
+        return tuple(size for size in sizes if size)
+
+    def experts_of(self, layer: int) -> ExpertConfig | None:
+        """None: the layer is dense."""
+        return self.experts if self.experts is not None and layer in self.experts.layers else None
 
 
 def read(path: Path) -> Checkpoint:
@@ -130,6 +160,8 @@ def _parse(path: Path, config: dict[str, Any]) -> Checkpoint:
     if vision is not None and len(vision.deepstack) > len(layers):
         raise CheckpointError(f"{path / 'config.json'}: vision_config.deepstack_visual_indexes names {len(vision.deepstack)} "
                               f"blocks, one for each of the first layers, but there are {len(layers)} layers")
+    experts = _experts(text)
+    dense = experts is None or len(experts.layers) < int(need(text, "num_hidden_layers"))
     dtype = str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype") or "bfloat16")
     return Checkpoint(
         path=path,
@@ -137,7 +169,8 @@ def _parse(path: Path, config: dict[str, Any]) -> Checkpoint:
         dtype=dtype,
         vocab_size=int(need(text, "vocab_size")),
         hidden_size=hidden,
-        intermediate_size=int(need(text, "intermediate_size")),
+        intermediate_size=int(need(text, "intermediate_size")) if dense else 0,
+        experts=experts,
         num_heads=heads,
         rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
         rope=_rope(text, head_size, path),
@@ -201,17 +234,17 @@ def _json(path: Path, required: bool = False) -> dict[str, Any]:
 def _rope(text: dict[str, Any], head_size: int, path: Path) -> RopeConfig:
     """Both spellings: `rope_parameters`, and top-level `rope_theta` with `rope_scaling`.
 
-    M-RoPE is keyed on the section, never on the type's name: Qwen3.5 says `default`. Where keys are left out, Qwen3.5 and
-    Qwen3-VL interleave the axes, and Qwen3.5 rotates a quarter of each head.
+    M-RoPE is keyed on the section, never on the type's name: Qwen3.5 says `default`. Where keys are left out, Qwen3.5,
+    Qwen3-Next and Qwen3-VL interleave the axes, and all but Qwen3-VL rotate a quarter of each head.
     """
     family = str(text.get("model_type", ""))
-    qwen3_5 = family.startswith("qwen3_5")
+    hybrid = family.startswith(("qwen3_5", "qwen3_next"))
     rope = {**(text.get("rope_scaling") or {}), **(text.get("rope_parameters") or {})}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "mrope"):
         raise CheckpointError(f"{path / 'config.json'}: rope type {kind!r} is not supported; known: default, mrope")
     theta = rope.get("rope_theta", text.get("rope_theta", 10000.0))
-    fraction = float(rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 0.25 if qwen3_5 else 1.0)))
+    fraction = float(rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 0.25 if hybrid else 1.0)))
     section = rope.get("mrope_section")
     rotary = int(head_size * fraction)
     if section is not None and (len(section) != 3 or sum(section) != rotary // 2):
@@ -220,8 +253,24 @@ def _rope(text: dict[str, Any], head_size: int, path: Path) -> RopeConfig:
     return RopeConfig(
         theta=float(theta), rotary_size=rotary,
         mrope_section=(int(section[0]), int(section[1]), int(section[2])) if section is not None else None,
-        mrope_interleaved=bool(rope.get("mrope_interleaved", qwen3_5 or family.startswith("qwen3_vl"))),
+        mrope_interleaved=bool(rope.get("mrope_interleaved", hybrid or family.startswith("qwen3_vl"))),
     )
+
+
+def _experts(text: dict[str, Any]) -> ExpertConfig | None:
+    """Where Qwen3-MoE leaves `norm_topk_prob` out, its class does not normalise; Qwen3-Next's does, and Qwen3.5's always."""
+    count, kind = int(text.get("num_experts") or text.get("num_local_experts") or 0), str(text.get("model_type", ""))
+    if not count:
+        return None
+    top_k, step = int(text["num_experts_per_tok"]), int(text.get("decoder_sparse_step") or 1)
+    if not 1 <= top_k <= count:
+        raise CheckpointError(f"config.json: num_experts_per_tok is {top_k}; it must be 1 to {count}, the number of experts")
+    dense = {int(layer) for layer in text.get("mlp_only_layers") or ()}
+    return ExpertConfig(
+        count=count, top_k=top_k, intermediate_size=int(text["moe_intermediate_size"]),
+        shared_size=int(text.get("shared_expert_intermediate_size") or 0),
+        normalise=kind.startswith("qwen3_5") or bool(text.get("norm_topk_prob", kind != "qwen3_moe")),
+        layers=frozenset(i for i in range(int(text["num_hidden_layers"])) if i not in dense and (i + 1) % step == 0))
 
 
 def _layers(text: dict[str, Any], heads: int, head_size: int) -> tuple[LayerSpec, ...]:

@@ -1,4 +1,4 @@
-"""Qwen3, Qwen3-VL and Qwen3.5 language models over the shared layers; knows no file and no scheduler."""
+"""Qwen language models over the shared layers; knows no file and no scheduler."""
 
 from __future__ import annotations
 
@@ -17,28 +17,32 @@ from slipstream.layers.batch import AttentionCache, ForwardBatch, LayerCache, Li
 from slipstream.layers.embedding import Vocabulary
 from slipstream.layers.gated_delta import GatedDeltaNet
 from slipstream.layers.mlp import GatedMLP
+from slipstream.layers.moe import SparseMLP
 from slipstream.layers.norm import RMSNorm
 from slipstream.layers.parallel import Alone, Communicator
 from slipstream.layers.rope import Rotary
+from slipstream.layers.traits import Traits
 from slipstream.models.vision import VisionTower
 from slipstream.sharding import deepstack_levels
-from slipstream.types import AttentionLayer, LayerSpec
+from slipstream.types import AttentionLayer
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm: mixer (attention or Gated DeltaNet), then SwiGLU."""
+    """Pre-norm: mixer (attention or Gated DeltaNet), then SwiGLU or experts."""
 
-    def __init__(self, checkpoint: Checkpoint, spec: LayerSpec, kernels: Kernels, comm: Communicator, *,
-                 qwen3_5: bool) -> None:
+    def __init__(self, checkpoint: Checkpoint, index: int, kernels: Kernels, comm: Communicator, traits: Traits) -> None:
         super().__init__()
+        spec, hidden, eps = checkpoint.layers[index], checkpoint.hidden_size, checkpoint.rms_norm_eps
         if isinstance(spec, AttentionLayer):
-            self.self_attn = Attention(checkpoint, spec, kernels, comm, gated=qwen3_5, unit_offset=qwen3_5)
+            self.self_attn = Attention(checkpoint, spec, kernels, comm, traits)
         else:
-            self.linear_attn = GatedDeltaNet(checkpoint, spec, kernels, comm)
+            self.linear_attn = GatedDeltaNet(checkpoint, spec, kernels, comm, traits)
         self.is_attention = isinstance(spec, AttentionLayer)
-        self.mlp = GatedMLP(kernels, checkpoint.hidden_size, checkpoint.intermediate_size, comm)
-        self.input_layernorm = RMSNorm(kernels, checkpoint.hidden_size, checkpoint.rms_norm_eps, qwen3_5)
-        self.post_attention_layernorm = RMSNorm(kernels, checkpoint.hidden_size, checkpoint.rms_norm_eps, qwen3_5)
+        experts = checkpoint.experts_of(index)
+        self.mlp = (GatedMLP(kernels, hidden, checkpoint.intermediate_size, comm) if experts is None
+                    else SparseMLP(kernels, hidden, experts, comm))
+        self.input_layernorm = RMSNorm(kernels, hidden, eps, traits.unit_offset)
+        self.post_attention_layernorm = RMSNorm(kernels, hidden, eps, traits.unit_offset)
 
     def mix(self, x: Tensor, rope: tuple[Tensor, Tensor], batch: ForwardBatch, cache: LayerCache) -> Tensor:
         """The first half: after it the layer's caches are written for this batch. [T, hidden]."""
@@ -60,16 +64,15 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """What one rank holds of embedding, layers and final norm; layers are numbered as in the checkpoint."""
 
-    def __init__(self, checkpoint: Checkpoint, kernels: Kernels, comm: Communicator, *, qwen3_5: bool) -> None:
+    def __init__(self, checkpoint: Checkpoint, kernels: Kernels, comm: Communicator, traits: Traits) -> None:
         super().__init__()
         self.shard = comm.shard
         self.hidden_size, self.levels = checkpoint.hidden_size, deepstack_levels(checkpoint, comm.shard)
         if self.shard.first or (self.shard.last and checkpoint.tie_embeddings):  # a tied head is a copy of the embedding
             self.embed_tokens = Vocabulary(checkpoint.vocab_size, checkpoint.hidden_size, comm)
-        self.layers = nn.ModuleDict({str(i): DecoderLayer(checkpoint, checkpoint.layers[i], kernels, comm, qwen3_5=qwen3_5)
-                                     for i in self.shard.layers})
+        self.layers = nn.ModuleDict({str(i): DecoderLayer(checkpoint, i, kernels, comm, traits) for i in self.shard.layers})
         if self.shard.last:
-            self.norm = RMSNorm(kernels, checkpoint.hidden_size, checkpoint.rms_norm_eps, qwen3_5)
+            self.norm = RMSNorm(kernels, checkpoint.hidden_size, checkpoint.rms_norm_eps, traits.unit_offset)
         self.rotary = Rotary(checkpoint.rope)
 
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache], on_layer: Callable[[int], None] | None,
@@ -114,7 +117,8 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module):
     """One rank's part of a text-only model. It has no `encode_images`, so image input is refused instead of ignored."""
 
-    qwen3_5 = False
+    traits = Traits()
+    takes_experts = False
     takes_linear_layers = False
     takes_mrope = False
     takes_deepstack = False
@@ -124,7 +128,7 @@ class CausalLM(nn.Module):
         super().__init__()
         self.kernels = kernels
         self.comm = comm = comm or Alone(len(checkpoint.layers))
-        self.model = Decoder(checkpoint, kernels, comm, qwen3_5=self.qwen3_5)
+        self.model = Decoder(checkpoint, kernels, comm, self.traits)
         own_head = comm.shard.last and not checkpoint.tie_embeddings
         self.lm_head = Vocabulary(checkpoint.vocab_size, checkpoint.hidden_size, comm) if own_head else None
 
@@ -143,14 +147,34 @@ class CausalLM(nn.Module):
         return (self.lm_head or self.model.embed_tokens).logits(x)
 
 
+class Qwen2ForCausalLM(CausalLM):
+    """Qwen2 and Qwen2.5 dense: full attention with biases, one-dimensional positions."""
+
+    traits = Traits(qk_norm=False, qkv_bias=True)
+
+
 class Qwen3ForCausalLM(CausalLM):
     """Qwen3 dense: full attention with QK-norm, one-dimensional positions."""
+
+
+class Qwen3MoeForCausalLM(CausalLM):
+    """Qwen3 with experts."""
+
+    takes_experts = True
+
+
+class Qwen3NextForCausalLM(CausalLM):
+    """Gated DeltaNet beside gated full attention, experts beside a shared one, one-dimensional positions."""
+
+    traits = Traits(unit_offset=True, gated_attention=True, fused_projections=True)
+    takes_experts = True
+    takes_linear_layers = True
 
 
 class Qwen3_5ForCausalLM(CausalLM):
     """Qwen3.5 text-only: Gated DeltaNet beside gated full attention."""
 
-    qwen3_5 = True
+    traits = Traits(unit_offset=True, gated_attention=True)
     takes_linear_layers = True
     takes_mrope = True
 
@@ -184,6 +208,18 @@ class Qwen3VLForConditionalGeneration(ConditionalGeneration):
 class Qwen3_5ForConditionalGeneration(ConditionalGeneration):
     """Qwen3.5 with pictures."""
 
-    qwen3_5 = True
+    traits = Qwen3_5ForCausalLM.traits
     takes_linear_layers = True
     takes_mrope = True
+
+
+class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
+    """Qwen3.5 text-only with experts beside a shared one."""
+
+    takes_experts = True
+
+
+class Qwen3_5MoeForConditionalGeneration(Qwen3_5ForConditionalGeneration):
+    """The same with the vision tower."""
+
+    takes_experts = True

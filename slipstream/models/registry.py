@@ -16,14 +16,8 @@ from slipstream.kernels import dispatch
 from slipstream.kernels.dispatch import Kernels
 from slipstream.layers.batch import ForwardBatch, LayerCache
 from slipstream.layers.parallel import Communicator
-from slipstream.models import weights
-from slipstream.models.qwen import (
-    CausalLM,
-    Qwen3_5ForCausalLM,
-    Qwen3_5ForConditionalGeneration,
-    Qwen3ForCausalLM,
-    Qwen3VLForConditionalGeneration,
-)
+from slipstream.models import qwen, weights
+from slipstream.models.qwen import CausalLM
 
 
 class LanguageModel(Protocol):
@@ -50,8 +44,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 def architectures() -> dict[str, type[CausalLM]]:
     """Every architecture that can be served, by its name in config.json."""
-    return {kind.__name__: kind for kind in (Qwen3ForCausalLM, Qwen3VLForConditionalGeneration, Qwen3_5ForCausalLM,
-                                             Qwen3_5ForConditionalGeneration)}
+    return {kind.__name__: kind for kind in (
+        qwen.Qwen2ForCausalLM, qwen.Qwen3ForCausalLM, qwen.Qwen3MoeForCausalLM, qwen.Qwen3NextForCausalLM,
+        qwen.Qwen3VLForConditionalGeneration, qwen.Qwen3_5ForCausalLM, qwen.Qwen3_5ForConditionalGeneration,
+        qwen.Qwen3_5MoeForCausalLM, qwen.Qwen3_5MoeForConditionalGeneration)}
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -91,6 +87,8 @@ def _check_capabilities(kind: type[CausalLM], checkpoint: Checkpoint) -> None:
         lacks.append("pictures without M-RoPE (rope_parameters has no mrope_section)")
     if checkpoint.vision is not None and checkpoint.vision.deepstack and not kind.takes_deepstack:
         lacks.append("deepstack features (vision_config.deepstack_visual_indexes)")
+    if checkpoint.experts is not None and not kind.takes_experts:
+        lacks.append("experts")
     if checkpoint.has_linear_layers and not kind.takes_linear_layers:
         lacks.append("linear-attention layers")
     if checkpoint.rope.mrope_section is not None and not kind.takes_mrope:
