@@ -47,6 +47,9 @@ TINY: dict[str, dict[str, Any]] = {
     "Qwen3_5MoeForConditionalGeneration": _seeing({**_HYBRID, **_SHARED}),
     "Qwen3VLForConditionalGeneration": _seeing({**_COMMON, "head_dim": 16, "rope_parameters": _INTERLEAVED},
                                                deepstack_visual_indexes=[0, 1]),
+    "Qwen2_5_VLForConditionalGeneration": _seeing(
+        {**_COMMON, "rope_parameters": {"rope_theta": 1e6, "mrope_section": [2, 3, 3]}}, window_size=64,
+        fullatt_block_indexes=[1]),
 }
 
 

@@ -43,8 +43,18 @@ class ExpertConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WindowConfig:
+    """Attention inside windows of a picture (Qwen2.5-VL)."""
+
+    side: int
+    """Merged patches along each side of a window."""
+    full_blocks: frozenset[int]
+    """Blocks that attend to the whole picture all the same."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class VisionConfig:
-    """The vision tower (Qwen3-VL and Qwen3.5)."""
+    """The vision tower (Qwen2.5-VL, Qwen3-VL and Qwen3.5)."""
 
     depth: int
     hidden_size: int
@@ -55,9 +65,11 @@ class VisionConfig:
     merge_size: int
     out_hidden_size: int
     num_position_embeddings: int
+    """Of the learned square table; 0 with windows, where positions are rotary alone."""
     in_channels: int
     deepstack: tuple[int, ...]
     """Blocks whose outputs are merged too: that of the i-th is added to the language model's hidden states after layer i."""
+    windows: WindowConfig | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,18 +316,28 @@ def _vision(path: Path, config: dict[str, Any] | None) -> VisionConfig | None:
     if list(deepstack) != sorted(set(deepstack) & set(range(int(config["depth"])))):
         raise CheckpointError(f"{path / 'config.json'}: vision_config.deepstack_visual_indexes {list(deepstack)} must ascend "
                               f"within the {config['depth']} blocks")
-    if config.get("hidden_act", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
+    windows = _windows(path, config) if config.get("window_size") else None
+    activation = "gelu_pytorch_tanh" if windows is None else "silu"
+    if config.get("hidden_act", activation) != activation:
         raise CheckpointError(f"{path / 'config.json'}: vision_config.hidden_act {config['hidden_act']!r} is not supported; "
-                              "known: gelu_pytorch_tanh")
-    if math.isqrt(int(config["num_position_embeddings"])) ** 2 != int(config["num_position_embeddings"]):
-        raise CheckpointError(f"{path / 'config.json'}: vision_config.num_position_embeddings "
-                              f"{config['num_position_embeddings']} is not a square")
+                              f"known: {activation}")
+    positions = int(config["num_position_embeddings"]) if windows is None else 0
+    if math.isqrt(positions) ** 2 != positions:
+        raise CheckpointError(f"{path / 'config.json'}: vision_config.num_position_embeddings {positions} is not a square")
     return VisionConfig(
         depth=int(config["depth"]), hidden_size=int(config["hidden_size"]), intermediate_size=int(config["intermediate_size"]),
         num_heads=int(config["num_heads"]), patch_size=int(config["patch_size"]),
         temporal_patch_size=int(config.get("temporal_patch_size", 2)), merge_size=int(config.get("spatial_merge_size", 2)),
-        out_hidden_size=int(config["out_hidden_size"]), num_position_embeddings=int(config["num_position_embeddings"]),
-        in_channels=int(config.get("in_channels", 3)), deepstack=deepstack)
+        out_hidden_size=int(config["out_hidden_size"]), num_position_embeddings=positions,
+        in_channels=int(config.get("in_channels", 3)), deepstack=deepstack, windows=windows)
+
+
+def _windows(path: Path, config: dict[str, Any]) -> WindowConfig:
+    side, rest = divmod(int(config["window_size"]), int(config["patch_size"]) * int(config.get("spatial_merge_size", 2)))
+    if not side or rest:
+        raise CheckpointError(f"{path / 'config.json'}: vision_config.window_size {config['window_size']} must be a multiple "
+                              "of patch_size * spatial_merge_size")
+    return WindowConfig(side=side, full_blocks=frozenset(int(block) for block in config["fullatt_block_indexes"]))
 
 
 def _image(path: Path, vision: VisionConfig | None) -> ImageConfig | None:

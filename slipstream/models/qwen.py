@@ -23,6 +23,7 @@ from slipstream.layers.parallel import Alone, Communicator
 from slipstream.layers.rope import Rotary
 from slipstream.layers.traits import Traits
 from slipstream.models.vision import VisionTower
+from slipstream.models.windowed_vision import WindowedTower
 from slipstream.sharding import deepstack_levels
 from slipstream.types import AttentionLayer
 
@@ -122,6 +123,7 @@ class CausalLM(nn.Module):
     takes_linear_layers = False
     takes_mrope = False
     takes_deepstack = False
+    takes_windows = False
 
     def __init__(self, checkpoint: Checkpoint, kernels: Kernels, comm: Communicator | None = None) -> None:
         """`comm` None: the only rank."""
@@ -189,13 +191,22 @@ class ConditionalGeneration(CausalLM):
         if checkpoint.vision.out_hidden_size != checkpoint.hidden_size:
             raise CheckpointError(f"vision_config.out_hidden_size is {checkpoint.vision.out_hidden_size}, the language model's "
                                   f"hidden_size {checkpoint.hidden_size}")
-        self.visual = VisionTower(checkpoint.vision, checkpoint.image, kernels) if self.comm.shard.rank == 0 else None
+        tower = WindowedTower if self.takes_windows else VisionTower
+        self.visual = tower(checkpoint.vision, checkpoint.image, kernels) if self.comm.shard.rank == 0 else None
 
     def encode_images(self, pixels: Sequence[NDArray[np.uint8]]) -> list[Tensor]:
         """uint8 [H, W, 3] images -> one [tokens, (1 + deepstack) * hidden] each. On rank 0."""
         assert self.visual is not None
         result: list[Tensor] = self.visual(pixels)
         return result
+
+
+class Qwen2_5_VLForConditionalGeneration(ConditionalGeneration):
+    """Qwen2.5-VL: Qwen2 with M-RoPE in sections, and a tower that attends in windows."""
+
+    traits = Qwen2ForCausalLM.traits
+    takes_mrope = True
+    takes_windows = True
 
 
 class Qwen3VLForConditionalGeneration(ConditionalGeneration):

@@ -46,7 +46,8 @@ def architectures() -> dict[str, type[CausalLM]]:
     """Every architecture that can be served, by its name in config.json."""
     return {kind.__name__: kind for kind in (
         qwen.Qwen2ForCausalLM, qwen.Qwen3ForCausalLM, qwen.Qwen3MoeForCausalLM, qwen.Qwen3NextForCausalLM,
-        qwen.Qwen3VLForConditionalGeneration, qwen.Qwen3_5ForCausalLM, qwen.Qwen3_5ForConditionalGeneration,
+        qwen.Qwen2_5_VLForConditionalGeneration, qwen.Qwen3VLForConditionalGeneration,
+        qwen.Qwen3_5ForCausalLM, qwen.Qwen3_5ForConditionalGeneration,
         qwen.Qwen3_5MoeForCausalLM, qwen.Qwen3_5MoeForConditionalGeneration)}
 
 
@@ -87,6 +88,9 @@ def _check_capabilities(kind: type[CausalLM], checkpoint: Checkpoint) -> None:
         lacks.append("pictures without M-RoPE (rope_parameters has no mrope_section)")
     if checkpoint.vision is not None and checkpoint.vision.deepstack and not kind.takes_deepstack:
         lacks.append("deepstack features (vision_config.deepstack_visual_indexes)")
+    if checkpoint.vision is not None and (checkpoint.vision.windows is not None) != kind.takes_windows:
+        lacks.append("windowed vision (vision_config.window_size)" if checkpoint.vision.windows is not None
+                     else "vision without windows (vision_config.window_size)")
     if checkpoint.experts is not None and not kind.takes_experts:
         lacks.append("experts")
     if checkpoint.has_linear_layers and not kind.takes_linear_layers:

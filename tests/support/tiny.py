@@ -47,6 +47,15 @@ def _vl_3(layers: int = 4, tied: bool = False) -> Any:
         tie_word_embeddings=tied, **_MARKS))
 
 
+def _vl_2_5() -> Any:
+    """Windows of two by two tokens, in all blocks but one."""
+    text = {**_TEXT_2, "rope_theta": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}}
+    vision = {name: value for name, value in _VISION.items() if name != "num_position_embeddings"}
+    return transformers.Qwen2_5_VLForConditionalGeneration(transformers.Qwen2_5_VLConfig(
+        text_config=text, vision_config={**vision, "window_size": 64, "fullatt_block_indexes": [1]}, **_MARKS))
+
+
 def _text_3_5(tied: bool) -> Any:
     return transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**_TEXT_3_5, tie_word_embeddings=tied))
 
@@ -57,6 +66,7 @@ def _moe_3(**options: Any) -> Any:
 
 _MODELS: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**_TEXT_3)),
+    "qwen2_5_vl": _vl_2_5,
     "qwen3_vl": _vl_3,
     "qwen3_tied_vl": lambda: _vl_3(layers=3, tied=True),
     "qwen3_5_text": lambda: _text_3_5(tied=False),
