@@ -23,15 +23,33 @@ _HYBRID: dict[str, Any] = {
     "layer_types": ["linear_attention"] * 3 + ["full_attention"],
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1],
                         "mrope_interleaved": True}}
+_EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_SHARED: dict[str, Any] = {**_EXPERTS, "shared_expert_intermediate_size": 64}
 _VISION: dict[str, Any] = {"depth": 2, "hidden_size": 48, "intermediate_size": 96, "num_heads": 4, "patch_size": 16,
                            "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 64,
                            "num_position_embeddings": 16, "in_channels": 3}
+_INTERLEAVED: dict[str, Any] = {"rope_theta": 5e6, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+
+
+def _seeing(text: dict[str, Any], **vision: Any) -> dict[str, Any]:
+    return {"text_config": text, "vision_config": {**_VISION, **vision}, "image_token_id": 500, "video_token_id": 501,
+            "vision_start_token_id": 502, "vision_end_token_id": 503, "tie_word_embeddings": False, "dtype": "float32"}
+
+
 TINY: dict[str, dict[str, Any]] = {
+    "Qwen2ForCausalLM": {**_COMMON, "rope_theta": 1e6},
     "Qwen3ForCausalLM": {**_COMMON, "head_dim": 16, "rope_theta": 1e6},
+    "Qwen3MoeForCausalLM": {**_COMMON, **_EXPERTS, "head_dim": 16, "rope_theta": 1e6},
+    "Qwen3NextForCausalLM": {**_HYBRID, **_SHARED, "rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.25}},
     "Qwen3_5ForCausalLM": _HYBRID,
-    "Qwen3_5ForConditionalGeneration": {"text_config": _HYBRID, "vision_config": _VISION, "image_token_id": 500,
-                                        "video_token_id": 501, "vision_start_token_id": 502, "vision_end_token_id": 503,
-                                        "tie_word_embeddings": False, "dtype": "float32"},
+    "Qwen3_5ForConditionalGeneration": _seeing(_HYBRID),
+    "Qwen3_5MoeForCausalLM": {**_HYBRID, **_SHARED},
+    "Qwen3_5MoeForConditionalGeneration": _seeing({**_HYBRID, **_SHARED}),
+    "Qwen3VLForConditionalGeneration": _seeing({**_COMMON, "head_dim": 16, "rope_parameters": _INTERLEAVED},
+                                               deepstack_visual_indexes=[0, 1]),
+    "Qwen2_5_VLForConditionalGeneration": _seeing(
+        {**_COMMON, "rope_parameters": {"rope_theta": 1e6, "mrope_section": [2, 3, 3]}}, window_size=64,
+        fullatt_block_indexes=[1]),
 }
 
 

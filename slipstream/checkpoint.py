@@ -26,8 +26,35 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertConfig:
+    """Mixture of experts."""
+
+    count: int
+    top_k: int
+    """Experts of each token."""
+    intermediate_size: int
+    """Of each expert."""
+    shared_size: int
+    """Intermediate size of the expert that every token takes; 0: there is none."""
+    normalise: bool
+    """The weights of a token's experts add up to 1."""
+    layers: frozenset[int]
+    """The layers that have experts; the others are dense."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowConfig:
+    """Attention inside windows of a picture (Qwen2.5-VL)."""
+
+    side: int
+    """Merged patches along each side of a window."""
+    full_blocks: frozenset[int]
+    """Blocks that attend to the whole picture all the same."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class VisionConfig:
-    """The vision tower (Qwen3-VL and Qwen3.5)."""
+    """The vision tower (Qwen2.5-VL, Qwen3-VL and Qwen3.5)."""
 
     depth: int
     hidden_size: int
@@ -38,7 +65,11 @@ class VisionConfig:
     merge_size: int
     out_hidden_size: int
     num_position_embeddings: int
+    """Of the learned square table; 0 with windows, where positions are rotary alone."""
     in_channels: int
+    deepstack: tuple[int, ...]
+    """Blocks whose outputs are merged too: that of the i-th is added to the language model's hidden states after layer i."""
+    windows: WindowConfig | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +100,8 @@ class Checkpoint:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
+    """Of the dense layers; 0: there are none."""
+    experts: ExpertConfig | None
     num_heads: int
     rms_norm_eps: float
     rope: RopeConfig
@@ -90,6 +123,17 @@ class Checkpoint:
     def has_linear_layers(self) -> bool:
         """True for hybrid models: a sequence then owns a state slot beside its blocks."""
         return any(isinstance(layer, LinearLayer) for layer in self.layers)
+
+    @property
+    def intermediate_sizes(self) -> tuple[int, ...]:
+        """Of the dense layers, of the experts and of the shared expert, as far as there are any."""
+        experts = self.experts
+        sizes = (self.intermediate_size, *((experts.intermediate_size, experts.shared_size) if experts else ()))
+        return tuple(size for size in sizes if size)
+
+    def experts_of(self, layer: int) -> ExpertConfig | None:
+        """None: the layer is dense."""
+        return self.experts if self.experts is not None and layer in self.experts.layers else None
 
 
 def read(path: Path) -> Checkpoint:
@@ -124,6 +168,12 @@ def _parse(path: Path, config: dict[str, Any]) -> Checkpoint:
     generation = _json(path / "generation_config.json")
     eos = generation.get("eos_token_id", text.get("eos_token_id", config.get("eos_token_id")))
     eos_ids = frozenset(int(i) for i in (eos if isinstance(eos, list) else [eos]) if i is not None)
+    layers = _layers(text, heads, head_size)
+    if vision is not None and len(vision.deepstack) > len(layers):
+        raise CheckpointError(f"{path / 'config.json'}: vision_config.deepstack_visual_indexes names {len(vision.deepstack)} "
+                              f"blocks, one for each of the first layers, but there are {len(layers)} layers")
+    experts = _experts(text)
+    dense = experts is None or len(experts.layers) < int(need(text, "num_hidden_layers"))
     dtype = str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype") or "bfloat16")
     return Checkpoint(
         path=path,
@@ -131,11 +181,12 @@ def _parse(path: Path, config: dict[str, Any]) -> Checkpoint:
         dtype=dtype,
         vocab_size=int(need(text, "vocab_size")),
         hidden_size=hidden,
-        intermediate_size=int(need(text, "intermediate_size")),
+        intermediate_size=int(need(text, "intermediate_size")) if dense else 0,
+        experts=experts,
         num_heads=heads,
         rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
         rope=_rope(text, head_size, path),
-        layers=_layers(text, heads, head_size),
+        layers=layers,
         tie_embeddings=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
         attention_bias=bool(text.get("attention_bias", False)),
         max_context=int(text.get("max_position_embeddings", 32768)),
@@ -195,16 +246,17 @@ def _json(path: Path, required: bool = False) -> dict[str, Any]:
 def _rope(text: dict[str, Any], head_size: int, path: Path) -> RopeConfig:
     """Both spellings: `rope_parameters`, and top-level `rope_theta` with `rope_scaling`.
 
-    M-RoPE is keyed on the section, never on the type's name: Qwen3.5 says `default`. Where Qwen3.5 leaves keys out, its class
-    rotates a quarter of each head and interleaves the axes.
+    M-RoPE is keyed on the section, never on the type's name: Qwen3.5 says `default`. Where keys are left out, Qwen3.5,
+    Qwen3-Next and Qwen3-VL interleave the axes, and all but Qwen3-VL rotate a quarter of each head.
     """
-    qwen3_5 = str(text.get("model_type", "")).startswith("qwen3_5")
+    family = str(text.get("model_type", ""))
+    hybrid = family.startswith(("qwen3_5", "qwen3_next"))
     rope = {**(text.get("rope_scaling") or {}), **(text.get("rope_parameters") or {})}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "mrope"):
         raise CheckpointError(f"{path / 'config.json'}: rope type {kind!r} is not supported; known: default, mrope")
     theta = rope.get("rope_theta", text.get("rope_theta", 10000.0))
-    fraction = float(rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 0.25 if qwen3_5 else 1.0)))
+    fraction = float(rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 0.25 if hybrid else 1.0)))
     section = rope.get("mrope_section")
     rotary = int(head_size * fraction)
     if section is not None and (len(section) != 3 or sum(section) != rotary // 2):
@@ -213,8 +265,24 @@ def _rope(text: dict[str, Any], head_size: int, path: Path) -> RopeConfig:
     return RopeConfig(
         theta=float(theta), rotary_size=rotary,
         mrope_section=(int(section[0]), int(section[1]), int(section[2])) if section is not None else None,
-        mrope_interleaved=bool(rope.get("mrope_interleaved", qwen3_5)),
+        mrope_interleaved=bool(rope.get("mrope_interleaved", hybrid or family.startswith("qwen3_vl"))),
     )
+
+
+def _experts(text: dict[str, Any]) -> ExpertConfig | None:
+    """Where Qwen3-MoE leaves `norm_topk_prob` out, its class does not normalise; Qwen3-Next's does, and Qwen3.5's always."""
+    count, kind = int(text.get("num_experts") or text.get("num_local_experts") or 0), str(text.get("model_type", ""))
+    if not count:
+        return None
+    top_k, step = int(text["num_experts_per_tok"]), int(text.get("decoder_sparse_step") or 1)
+    if not 1 <= top_k <= count:
+        raise CheckpointError(f"config.json: num_experts_per_tok is {top_k}; it must be 1 to {count}, the number of experts")
+    dense = {int(layer) for layer in text.get("mlp_only_layers") or ()}
+    return ExpertConfig(
+        count=count, top_k=top_k, intermediate_size=int(text["moe_intermediate_size"]),
+        shared_size=int(text.get("shared_expert_intermediate_size") or 0),
+        normalise=kind.startswith("qwen3_5") or bool(text.get("norm_topk_prob", kind != "qwen3_moe")),
+        layers=frozenset(i for i in range(int(text["num_hidden_layers"])) if i not in dense and (i + 1) % step == 0))
 
 
 def _layers(text: dict[str, Any], heads: int, head_size: int) -> tuple[LayerSpec, ...]:
@@ -244,17 +312,32 @@ def _layers(text: dict[str, Any], heads: int, head_size: int) -> tuple[LayerSpec
 def _vision(path: Path, config: dict[str, Any] | None) -> VisionConfig | None:
     if not config:
         return None
-    if config.get("deepstack_visual_indexes"):
-        raise CheckpointError(f"{path / 'config.json'}: vision_config.deepstack_visual_indexes is not supported")
-    if math.isqrt(int(config["num_position_embeddings"])) ** 2 != int(config["num_position_embeddings"]):
-        raise CheckpointError(f"{path / 'config.json'}: vision_config.num_position_embeddings "
-                              f"{config['num_position_embeddings']} is not a square")
+    deepstack = tuple(int(block) for block in config.get("deepstack_visual_indexes") or ())
+    if list(deepstack) != sorted(set(deepstack) & set(range(int(config["depth"])))):
+        raise CheckpointError(f"{path / 'config.json'}: vision_config.deepstack_visual_indexes {list(deepstack)} must ascend "
+                              f"within the {config['depth']} blocks")
+    windows = _windows(path, config) if config.get("window_size") else None
+    activation = "gelu_pytorch_tanh" if windows is None else "silu"
+    if config.get("hidden_act", activation) != activation:
+        raise CheckpointError(f"{path / 'config.json'}: vision_config.hidden_act {config['hidden_act']!r} is not supported; "
+                              f"known: {activation}")
+    positions = int(config["num_position_embeddings"]) if windows is None else 0
+    if math.isqrt(positions) ** 2 != positions:
+        raise CheckpointError(f"{path / 'config.json'}: vision_config.num_position_embeddings {positions} is not a square")
     return VisionConfig(
         depth=int(config["depth"]), hidden_size=int(config["hidden_size"]), intermediate_size=int(config["intermediate_size"]),
         num_heads=int(config["num_heads"]), patch_size=int(config["patch_size"]),
         temporal_patch_size=int(config.get("temporal_patch_size", 2)), merge_size=int(config.get("spatial_merge_size", 2)),
-        out_hidden_size=int(config["out_hidden_size"]), num_position_embeddings=int(config["num_position_embeddings"]),
-        in_channels=int(config.get("in_channels", 3)))
+        out_hidden_size=int(config["out_hidden_size"]), num_position_embeddings=positions,
+        in_channels=int(config.get("in_channels", 3)), deepstack=deepstack, windows=windows)
+
+
+def _windows(path: Path, config: dict[str, Any]) -> WindowConfig:
+    side, rest = divmod(int(config["window_size"]), int(config["patch_size"]) * int(config.get("spatial_merge_size", 2)))
+    if not side or rest:
+        raise CheckpointError(f"{path / 'config.json'}: vision_config.window_size {config['window_size']} must be a multiple "
+                              "of patch_size * spatial_merge_size")
+    return WindowConfig(side=side, full_blocks=frozenset(int(block) for block in config["fullatt_block_indexes"]))
 
 
 def _image(path: Path, vision: VisionConfig | None) -> ImageConfig | None:

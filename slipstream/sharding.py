@@ -88,6 +88,13 @@ class Shard:
         return tuple(local_spec(layers[index], self.tp, self.tp_rank) for index in self.layers)
 
 
+def deepstack_levels(checkpoint: Checkpoint, shard: Shard | None) -> int:
+    """Deepstack features of an image row that a rank's stage is given: for its own layers, and for those of later stages.
+    `shard` None: of the only rank."""
+    features = checkpoint.vision.deepstack if checkpoint.vision is not None else ()
+    return max(0, len(features) - (shard.layers.start if shard is not None else 0))
+
+
 def heads_of(heads: int, tp: int, tp_rank: int) -> range:
     """The heads of a tensor rank. `heads` divides `tp`, or `tp` divides `heads`."""
     if tp <= heads:
@@ -123,7 +130,7 @@ def _is_legal(checkpoint: Checkpoint, tp: int) -> bool:
     def split_or_copied(heads: int) -> bool:
         return heads % tp == 0 or tp % heads == 0
 
-    if not (split(checkpoint.num_heads) and split(checkpoint.intermediate_size)):
+    if not (split(checkpoint.num_heads) and all(map(split, checkpoint.intermediate_sizes))):
         return False
     return all(split_or_copied(layer.kv_heads) if isinstance(layer, AttentionLayer)
                else split(layer.value_heads) and split_or_copied(layer.key_heads) for layer in checkpoint.layers)
@@ -133,9 +140,9 @@ def plan(checkpoint: Checkpoint, *, tp: int, pp: int, stages: Sequence[int] = ()
     """The geometry of a replica; `stages` gives the layers of each stage, empty: balanced. Raises ConfigError that lists what
     would be legal."""
     if not _is_legal(checkpoint, tp) or tp > MAX_TP:
-        legal = ", ".join(map(str, legal_tp(checkpoint)))
+        legal, sizes = (", ".join(map(str, each)) for each in (legal_tp(checkpoint), checkpoint.intermediate_sizes))
         raise ConfigError(f"tp {tp} does not cut {checkpoint.architecture} evenly ({checkpoint.num_heads} heads, "
-                          f"intermediate size {checkpoint.intermediate_size}); legal: {legal}", field="tp")
+                          f"intermediate size {sizes}); legal: {legal}", field="tp")
     count = len(checkpoint.layers)
     if not 1 <= pp <= count:
         raise ConfigError(f"pp must be 1 to {count}, the number of layers, not {pp}", field="pp")
@@ -168,10 +175,14 @@ def _costs(checkpoint: Checkpoint) -> list[int]:
     """Weights that each layer multiplies a token with."""
     hidden = checkpoint.hidden_size
     found = []
-    for layer in checkpoint.layers:
+    for index, layer in enumerate(checkpoint.layers):
+        experts = checkpoint.experts_of(index)
         if isinstance(layer, AttentionLayer):
             mixer = 2 * (checkpoint.num_heads + layer.kv_heads) * layer.head_size
         else:
             mixer = sum(layer.conv_segments) + 2 * layer.value_heads * layer.value_head_size
-        found.append(hidden * (mixer + 3 * checkpoint.intermediate_size))
+        wide = checkpoint.intermediate_size
+        if experts is not None:
+            wide = experts.top_k * experts.intermediate_size + experts.shared_size
+        found.append(hidden * (mixer + 3 * wide))
     return found

@@ -1,8 +1,9 @@
 """Turns the chunks of a step into the arrays that every rank is told, and those into the batch that a model takes; knows no
 schedule and no pool.
 
-T tokens of the step, S entries, B longest block table, P tokens per block, R rows that sample, M image rows. A chunk that
-leaves a snapshot on its way is two entries or more: each goes on from the state that the one before it left.
+T tokens of the step, S entries, B longest block table, P tokens per block, R rows that sample, M image rows, E channels of an
+image embedding with its deepstack features. A chunk that leaves a snapshot on its way is two entries or more: each goes on from
+the state that the one before it left.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class StepInput:
     """[C, 2] source and target slots of states that are copied once all is computed."""
 
     def on(self, device: torch.device, block_size: int, visual_embeds: torch.Tensor | None) -> ForwardBatch:
-        """The batch; `visual_embeds` [M, hidden] if there are image rows and this rank embeds tokens."""
+        """The batch; `visual_embeds` [M, E] if there are image rows and this rank embeds tokens."""
         entries = np.repeat(np.arange(len(self.query_lens)), self.query_lens)
         begins = np.cumsum(self.query_lens) - self.query_lens
         at = np.arange(len(self.token_ids)) + (self.context_lens - begins)[entries]
@@ -65,13 +66,13 @@ class StepInput:
             block_tables=torch.from_numpy(self.block_tables).to(device), slot_mapping=indices(slots),
             state_slots=indices(self.state_slots), state_sources=indices(self.state_sources),
             logit_rows=indices(self.logit_rows), visual_embeds=visual_embeds,
-            visual_rows=indices(self.visual_rows) if visual_embeds is not None else None,
+            visual_rows=indices(self.visual_rows) if len(self.visual_rows) else None,
             follows=tuple(bool(one) for one in self.follows))
 
 
 def build(chunks: Sequence[Chunk], prompts: Mapping[RequestId, Prompt], block_size: int
           ) -> tuple[StepInput, torch.Tensor | None]:
-    """The input of at least one chunk, and [M, hidden] slices of its prompts' image embeddings, which exist by now."""
+    """The input of at least one chunk, and [M, E] slices of its prompts' image embeddings, which exist by now."""
     tokens: list[NDArray[np.integer]] = []
     positions: list[Array] = []
     visual_rows: list[NDArray[np.integer]] = []

@@ -69,7 +69,7 @@ def build_rank(checkpoint: Checkpoint, model: ModelConfig, config: EngineConfig,
     own = caches.allocate(comm.shard.specs(checkpoint.layers), config, slots, dtype, device)
     logger.info("rank %d ready: layers %d to %d, tensor rank %d of %d", comm.shard.rank, comm.shard.layers[0],
                 comm.shard.layers[-1], comm.shard.tp_rank, comm.shard.tp)
-    return RankExecutor(part, own, config.block_size, device, comm, hidden=(checkpoint.hidden_size, dtype)), own
+    return RankExecutor(part, own, config.block_size, device, comm, checkpoint=checkpoint, dtype=dtype), own
 
 
 def _load(checkpoint: Checkpoint, model: ModelConfig, config: EngineConfig, comm: Communicator | None

@@ -107,7 +107,7 @@ class Engine:
         self._clock = clock
         blocks = BlockPool(cache_memory.num_blocks(config), config.block_size)
         slots = StatePool(running)
-        local = RankExecutor(model, self.caches, config.block_size, device, comm, hidden=(checkpoint.hidden_size, dtype))
+        local = RankExecutor(model, self.caches, config.block_size, device, comm, checkpoint=checkpoint, dtype=dtype)
         executor = local if log is None else LeadingExecutor(local, log)
         self._memory = Memory(blocks, slots, PrefixCache(blocks, StatePool(snapshots, first=slots.total),
                                                          enabled=config.prefix_cache),

@@ -11,6 +11,8 @@ from typing import Protocol
 
 import torch
 
+from slipstream import sharding
+from slipstream.checkpoint import Checkpoint
 from slipstream.engine import sampler
 from slipstream.engine.batch import StepInput
 from slipstream.engine.caches import CacheCopier
@@ -79,15 +81,17 @@ class RankExecutor(CacheCopier):
     depth = 1
 
     def __init__(self, model: LanguageModel, caches: Sequence[LayerCache], block_size: int, device: torch.device,
-                 comm: Communicator | None, *, hidden: tuple[int, torch.dtype]) -> None:
-        """`comm` None: the only rank. `hidden`: channels and dtype of what stages hand on."""
+                 comm: Communicator | None, *, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+        """`comm` None: the only rank. `dtype`: of what stages hand on."""
         super().__init__(caches)
         self.device = device
         self.shard = comm.shard if comm is not None else None
         self._model = model
         self._block_size = block_size
         self._comm = comm
-        self._hidden = hidden
+        self._hidden = checkpoint.hidden_size
+        self._levels = sharding.deepstack_levels(checkpoint, self.shard)
+        self._dtype = dtype
 
     def start(self, step: StepInput, embeds: torch.Tensor | None, draws: Sequence[Draw], published: Sequence[Published],
               on_layer: OnLayer) -> Result:
@@ -97,13 +101,12 @@ class RankExecutor(CacheCopier):
 
     def run(self, step: StepInput, embeds: torch.Tensor | None, draws: Sequence[Draw], on_layer: OnLayer) -> list[Drawn]:
         """Compute, copy what is to be kept, draw if the logits come out here. `embeds`: on rank 0, if there are image rows."""
-        hidden = None
-        size, dtype = self._hidden
+        hidden, rows = None, len(step.visual_rows)
         if self._comm is not None:
             if not self._comm.shard.first:
-                hidden = self._comm.recv((len(step.token_ids), size), dtype)
-            elif len(step.visual_rows):
-                embeds = self._comm.broadcast(embeds, (len(step.visual_rows), size), dtype)
+                hidden = self._comm.recv((len(step.token_ids) + self._levels * rows, self._hidden), self._dtype)
+            elif rows:
+                embeds = self._comm.broadcast(embeds, (rows, (1 + self._levels) * self._hidden), self._dtype)
         logits = self._model.forward(step.on(self.device, self._block_size, embeds), self._caches, on_layer, hidden=hidden)
         for source, target in step.copies.tolist():
             self.copy_state(source, target)

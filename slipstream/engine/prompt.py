@@ -56,7 +56,7 @@ class Prompt:
     images: tuple[PictureRows, ...] = ()
     """Where each picture lies."""
     embeds: Tensor | None = None
-    """[M - embeds_from, hidden], made when the first image row is reached that is not cached."""
+    """[M - embeds_from, E] with deepstack features, made when the first image row is reached that is not cached."""
     embeds_from: int = 0
     """Image rows of the pictures before the first one that was encoded."""
     publisher: Publisher | None = None

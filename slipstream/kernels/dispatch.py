@@ -31,6 +31,8 @@ class Kernels:
     rms_norm: Callable[[Tensor, Tensor, float, bool], Tensor]
     gated_rms_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     silu_mul: Callable[[Tensor, Tensor], Tensor]
+    top_experts: Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
+    experts: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     rotary: Callable[[Tensor, Tensor, Tensor], Tensor]
     write_kv: Callable[[Tensor, Tensor, Tensor, Tensor], None]
     prefill_attention: Callable[[Tensor, Tensor, Tensor, int], Tensor]
@@ -49,7 +51,8 @@ class Kernels:
 def _reference(reason: str) -> Kernels:
     return Kernels(
         name="reference", reason=reason, rms_norm=reference.rms_norm, gated_rms_norm=reference.gated_rms_norm,
-        silu_mul=reference.silu_mul, rotary=reference.rotary, write_kv=reference.write_kv,
+        silu_mul=reference.silu_mul, top_experts=reference.top_experts, experts=reference.experts, rotary=reference.rotary,
+        write_kv=reference.write_kv,
         prefill_attention=reference.prefill_attention, decode_attention=reference.decode_attention,
         causal_conv=reference.causal_conv, gated_delta_chunks=reference.gated_delta_chunks,
         gated_delta_step=reference.gated_delta_step)

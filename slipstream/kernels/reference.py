@@ -1,7 +1,8 @@
 """Plain torch for every operation: the oracle of the faster backends, and what a CPU runs. Knows no layer and no sequence.
 
 Shape legend: T tokens, H query heads, G KV heads, D head size, R rotated channels, N blocks, P block size, S sequences,
-L longest context, C channels, W conv width, V value heads, K/E key/value head size, n tokens of one chunk.
+L longest context, C channels, W conv width, V value heads, K/E key/value head size, n tokens of one chunk, X experts,
+k experts of a token, I intermediate size of an expert.
 """
 
 from __future__ import annotations
@@ -33,6 +34,34 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """SwiGLU's product."""
     return F.silu(gate) * up
+
+
+def top_experts(logits: Tensor, count: int, normalise: bool) -> tuple[Tensor, Tensor]:
+    """Router logits [T, X] -> the `count` likeliest experts of each token, [T, k] int64, and their weights, [T, k].
+
+    Probabilities are float32 and over all experts; `normalise`: those of a token's experts are scaled to add up to 1.
+    """
+    weights, chosen = logits.softmax(-1, dtype=torch.float32).topk(count, -1)
+    if normalise:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return chosen, weights.to(logits.dtype)
+
+
+def experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Each token's experts, weighted and summed. x [T, H]; gate_up [X, 2 I, H], gate first; down [X, H, I]; chosen, weights
+    [T, k]. Returns [T, H]; sums are float32, in the order of the experts, so that no token depends on its neighbours."""
+    order = chosen.flatten().argsort(stable=True)
+    rows = order // chosen.shape[1]
+    scales = weights.flatten()[order, None].float()
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    start = 0
+    for expert, count in enumerate(torch.bincount(chosen.flatten(), minlength=gate_up.shape[0]).tolist()):
+        if count:
+            part = slice(start, start + count)
+            gate, up = F.linear(x[rows[part]], gate_up[expert]).chunk(2, -1)
+            out.index_add_(0, rows[part], F.linear(silu_mul(gate, up), down[expert]).float() * scales[part])
+            start += count
+    return out.to(x.dtype)
 
 
 def rotary_axes(section: tuple[int, int, int], interleaved: bool) -> list[int]:

@@ -1,4 +1,4 @@
-"""Full attention over paged KV: QK-norm, rotary, optional output gate; knows no sequence beyond its rows."""
+"""Full attention over paged KV: rotary, optional QK-norm and output gate; knows no sequence beyond its rows."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from slipstream.layers.batch import AttentionCache, ForwardBatch
 from slipstream.layers.linear import ColumnLinear, Cut, RowLinear
 from slipstream.layers.norm import RMSNorm
 from slipstream.layers.parallel import Communicator
+from slipstream.layers.traits import Traits
 from slipstream.types import AttentionLayer
 
 
 class Attention(nn.Module):
-    """`gated`: q_proj yields, per head, the query and a gate whose sigmoid scales the head's output (Qwen3.5).
+    """A tensor rank has its own query heads and the key and value heads that they read."""
 
-    A tensor rank has its own query heads and the key and value heads that they read.
-    """
-
-    def __init__(self, checkpoint: Checkpoint, layer: AttentionLayer, kernels: Kernels, comm: Communicator, *, gated: bool,
-                 unit_offset: bool) -> None:
+    def __init__(self, checkpoint: Checkpoint, layer: AttentionLayer, kernels: Kernels, comm: Communicator,
+                 traits: Traits) -> None:
         super().__init__()
         self.kernels = kernels
-        hidden, bias, size = checkpoint.hidden_size, checkpoint.attention_bias, layer.head_size
+        hidden, size, gated = checkpoint.hidden_size, layer.head_size, traits.gated_attention
+        bias = checkpoint.attention_bias or traits.qkv_bias
         query = Cut.heads(checkpoint.num_heads, comm.shard, size)
         kv = Cut.heads(layer.kv_heads, comm.shard, size)
         self.heads, self.kv_heads, self.head_size, self.gated = len(query) // size, len(kv) // size, size, gated
@@ -32,9 +31,12 @@ class Attention(nn.Module):
         self.q_proj = ColumnLinear(hidden, wide, bias=bias)
         self.k_proj = ColumnLinear(hidden, kv, bias=bias)
         self.v_proj = ColumnLinear(hidden, kv, bias=bias)
-        self.o_proj = RowLinear(query, hidden, comm, bias=bias)
-        self.q_norm = RMSNorm(kernels, self.head_size, checkpoint.rms_norm_eps, unit_offset)
-        self.k_norm = RMSNorm(kernels, self.head_size, checkpoint.rms_norm_eps, unit_offset)
+        self.o_proj = RowLinear(query, hidden, comm, bias=checkpoint.attention_bias)
+        if traits.qk_norm:
+            self.q_norm: nn.Module = RMSNorm(kernels, size, checkpoint.rms_norm_eps, traits.unit_offset)
+            self.k_norm: nn.Module = RMSNorm(kernels, size, checkpoint.rms_norm_eps, traits.unit_offset)
+        else:
+            self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], batch: ForwardBatch, cache: AttentionCache) -> Tensor:
         """[T, hidden] -> [T, hidden]; writes the batch's keys and values into the cache."""

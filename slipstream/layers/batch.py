@@ -51,9 +51,9 @@ class ForwardBatch:
     logit_rows: Tensor
     """[R] int64 rows of T whose logits are wanted."""
     visual_rows: Tensor | None = None
-    """[M] int64 rows of T that take an image embedding instead of the token's."""
+    """[M] int64 rows of T that take an image embedding instead of the token's, and deepstack features after layers."""
     visual_embeds: Tensor | None = None
-    """[M, hidden] in the order of visual_rows."""
+    """[M, (1 + L) * hidden] in the order of visual_rows, on the first stage: the embedding, then L deepstack features."""
     state_sources: Tensor | None = None
     """[S] int64: the slots that the states are read from; None: those that they are written to."""
     follows: tuple[bool, ...] = ()

@@ -1,6 +1,7 @@
 """Gated DeltaNet: a causal convolution and a recurrent state per sequence; knows no position and no block.
 
-Projections of Qwen3.5: in_proj_qkv (rows q | k | v), in_proj_z, in_proj_b, in_proj_a.
+Projections of Qwen3.5: in_proj_qkv (rows q | k | v), in_proj_z, in_proj_b, in_proj_a. Of Qwen3-Next, for each key head and the
+value heads that read it: in_proj_qkvz (rows q | k | v | z), in_proj_ba (rows b | a).
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from slipstream.kernels.dispatch import Kernels
 from slipstream.layers.batch import ForwardBatch, LinearCache
 from slipstream.layers.linear import ColumnLinear, Cut, RowLinear
 from slipstream.layers.parallel import Communicator
-from slipstream.sharding import local_spec
+from slipstream.layers.traits import Traits
+from slipstream.sharding import Shard, heads_of, local_spec
 from slipstream.types import LinearLayer
 
 
@@ -46,9 +48,10 @@ class GatedDeltaNet(nn.Module):
     A tensor rank has its own value heads and the key heads that they read; `spec` counts those of this rank.
     """
 
-    def __init__(self, checkpoint: Checkpoint, layer: LinearLayer, kernels: Kernels, comm: Communicator) -> None:
+    def __init__(self, checkpoint: Checkpoint, layer: LinearLayer, kernels: Kernels, comm: Communicator,
+                 traits: Traits) -> None:
         super().__init__()
-        self.kernels = kernels
+        self.kernels, self.fused = kernels, traits.fused_projections
         hidden, shard = checkpoint.hidden_size, comm.shard
         local = local_spec(layer, shard.tp, shard.tp_rank)
         assert isinstance(local, LinearLayer)
@@ -56,10 +59,14 @@ class GatedDeltaNet(nn.Module):
         heads = Cut.heads(layer.value_heads, shard)
         key = Cut.heads(layer.key_heads, shard, layer.key_head_size)
         value = Cut.heads(layer.value_heads, shard, layer.value_head_size)
-        self.in_proj_qkv = ColumnLinear(hidden, key + key + value)
-        self.in_proj_z = ColumnLinear(hidden, value)
-        self.in_proj_b = ColumnLinear(hidden, heads)
-        self.in_proj_a = ColumnLinear(hidden, heads)
+        if self.fused:
+            self.in_proj_qkvz = ColumnLinear(hidden, by_key_head(layer, shard, 2 * layer.key_head_size, layer.value_head_size))
+            self.in_proj_ba = ColumnLinear(hidden, by_key_head(layer, shard, 0, 1))
+        else:
+            self.in_proj_qkv = ColumnLinear(hidden, key + key + value)
+            self.in_proj_z = ColumnLinear(hidden, value)
+            self.in_proj_b = ColumnLinear(hidden, heads)
+            self.in_proj_a = ColumnLinear(hidden, heads)
         self.conv1d = ConvWeight(key + key + value, layer.conv_width)
         self.A_log = heads.parameter()
         self.dt_bias = heads.parameter()
@@ -68,11 +75,21 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x: Tensor, batch: ForwardBatch, cache: LinearCache) -> Tensor:
         """[T, hidden] -> [T, hidden]; leaves in each slot the state after the sequence's last row."""
-        qkv, decay, beta = self.in_proj_qkv(x), self._decay(self.in_proj_a(x)), self.in_proj_b(x).float().sigmoid()
-        mixed = self._mix(qkv, decay, beta, batch, cache)
-        z = self.in_proj_z(x).view_as(mixed)
-        result: Tensor = self.out_proj(self.norm(mixed, z).flatten(1))
+        qkv, z, b, a = self._project(x)
+        mixed = self._mix(qkv, self._decay(a), b.float().sigmoid(), batch, cache)
+        result: Tensor = self.out_proj(self.norm(mixed, z.reshape(mixed.shape)).flatten(1))
         return result
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """[T, hidden] -> q | k | v, [T, C]; z, [T, V * E]; b and a, [T, V]."""
+        if not self.fused:
+            return self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x)
+        heads, size = self.spec.key_heads, self.spec.key_head_size
+        values = self.spec.value_heads // heads * self.spec.value_head_size
+        parts = self.in_proj_qkvz(x).unflatten(-1, (heads, -1)).split([size, size, values, values], -1)
+        q, k, v, z = (part.flatten(1) for part in parts)
+        b, a = (part.flatten(1) for part in self.in_proj_ba(x).unflatten(-1, (heads, -1)).chunk(2, -1))
+        return torch.cat((q, k, v), -1), z, b, a
 
     def _mix(self, qkv: Tensor, decay: Tensor, beta: Tensor, batch: ForwardBatch, cache: LinearCache) -> Tensor:
         """[T, V, E] in the model's dtype."""
@@ -119,6 +136,20 @@ class GatedDeltaNet(nn.Module):
         cache.conv.index_copy_(0, slots, conv)
         cache.recurrent.index_copy_(0, slots, state.to(cache.recurrent.dtype))
         return out.to(qkv.dtype)
+
+
+def by_key_head(layer: LinearLayer, shard: Shard, key_rows: int, value_rows: int) -> Cut:
+    """The rank's part of rows that lie on disk, for each key head, as `key_rows` and then twice `value_rows` for each of the
+    value heads that read it."""
+    readers, own = layer.value_heads // layer.key_heads, heads_of(layer.value_heads, shard.tp, shard.tp_rank)
+    ranges = []
+    for head in heads_of(layer.key_heads, shard.tp, shard.tp_rank):
+        at = head * (key_rows + 2 * readers * value_rows)
+        first, last = max(0, own.start - head * readers), min(readers, own.stop - head * readers)
+        ranges.append(range(at, at + key_rows))
+        for start in (at + key_rows, at + key_rows + readers * value_rows):
+            ranges.append(range(start + first * value_rows, start + last * value_rows))
+    return Cut(layer.key_heads * (key_rows + 2 * readers * value_rows), tuple(part for part in ranges if part))
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -26,6 +26,11 @@ class Cut:
         own = heads_of(count, shard.tp, shard.tp_rank)
         return cls(count * size, (range(own.start * size, own.stop * size),))
 
+    @classmethod
+    def all(cls, count: int) -> Cut:
+        """Every rank has all of it."""
+        return cls(count, (range(count),))
+
     def __len__(self) -> int:
         return sum(map(len, self.ranges))
 
@@ -46,6 +51,53 @@ class Part(nn.Parameter):
 
     cut: Cut
     axis: int
+
+    def piece(self) -> Piece:
+        """Its tensor on disk, which fills it."""
+        shape = list(self.shape)
+        shape[self.axis] = self.cut.whole
+        return Piece(tuple(shape), self.cut, self.axis)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor on disk, and the place of a parameter that it fills."""
+
+    shape: tuple[int, ...]
+    """On disk."""
+    cut: Cut | None = None
+    """What is read of it along `axis`; None: all."""
+    axis: int = 0
+    place: tuple[int | slice, ...] = ()
+    """Empty: the parameter has no other pieces."""
+
+
+class Stack(Part):
+    """Matrices of all experts in one, [experts, ...]; on disk one tensor too, or a matrix for each expert and projection."""
+
+    projections: dict[str, Cut]
+    """In the order in which they are joined along `axis`."""
+
+    @classmethod
+    def empty(cls, shape: tuple[int, ...], axis: int, projections: dict[str, Cut]) -> Stack:
+        """`shape` of the other axes, experts first; the rank's parts of the projections are joined along `axis`."""
+        first, *others = projections.values()
+        cut = sum(others, first)
+        made = cls(torch.empty(*shape[:axis], len(cut), *shape[axis:]), requires_grad=False)
+        made.cut, made.axis, made.projections = cut, axis, projections
+        return made
+
+    def pieces(self, stem: str) -> dict[str, Piece]:
+        """The separate matrices by their names on disk; `stem`: of the module that holds the experts."""
+        found = {}
+        for expert in range(self.shape[0]):
+            start, shape = 0, list(self.shape[1:])
+            for name, cut in self.projections.items():
+                shape[self.axis - 1] = cut.whole
+                rows = (slice(None),) * (self.axis - 1) + (slice(start, start + len(cut)),)
+                found[f"{stem}.{expert}.{name}.weight"] = Piece(tuple(shape), cut, self.axis - 1, (expert, *rows))
+                start += len(cut)
+        return found
 
 
 class ColumnLinear(nn.Module):
@@ -72,5 +124,8 @@ class RowLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., this rank's inputs] -> [..., outputs], equal on every rank."""
-        bias = self.bias if self.comm.shard.tp_rank == 0 else None
-        return self.comm.all_reduce(F.linear(x, self.weight, bias))
+        return self.comm.all_reduce(self.summand(x))
+
+    def summand(self, x: Tensor) -> Tensor:
+        """What this rank adds to the sum."""
+        return F.linear(x, self.weight, self.bias if self.comm.shard.tp_rank == 0 else None)

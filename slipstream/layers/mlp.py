@@ -14,7 +14,7 @@ class GatedMLP(nn.Module):
 
     def __init__(self, kernels: Kernels, hidden: int, intermediate: int, comm: Communicator) -> None:
         super().__init__()
-        self.kernels = kernels
+        self.kernels, self.comm = kernels, comm
         channels = Cut.heads(intermediate, comm.shard)
         self.gate_proj = ColumnLinear(hidden, channels)
         self.up_proj = ColumnLinear(hidden, channels)
@@ -22,5 +22,8 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] -> the same."""
-        result: Tensor = self.down_proj(self.kernels.silu_mul(self.gate_proj(x), self.up_proj(x)))
-        return result
+        return self.comm.all_reduce(self.summand(x))
+
+    def summand(self, x: Tensor) -> Tensor:
+        """What this rank adds to the sum."""
+        return self.down_proj.summand(self.kernels.silu_mul(self.gate_proj(x), self.up_proj(x)))

@@ -16,8 +16,8 @@ from slipstream.kernels import dispatch
 from slipstream.kernels.dispatch import Kernels
 from slipstream.layers.batch import ForwardBatch, LayerCache
 from slipstream.layers.parallel import Communicator
-from slipstream.models import weights
-from slipstream.models.qwen import CausalLM, Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration, Qwen3ForCausalLM
+from slipstream.models import qwen, weights
+from slipstream.models.qwen import CausalLM
 
 
 class LanguageModel(Protocol):
@@ -36,7 +36,7 @@ class VisionModel(Protocol):
     """A model that takes images implements this; one that does not refuses them."""
 
     def encode_images(self, pixels: Sequence[NDArray[np.uint8]]) -> list[Tensor]:
-        """uint8 [H, W, 3] images -> one [tokens, hidden] each."""
+        """uint8 [H, W, 3] images -> one [tokens, (1 + L) * hidden] each: the embedding, then L deepstack features."""
 
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -44,7 +44,11 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 def architectures() -> dict[str, type[CausalLM]]:
     """Every architecture that can be served, by its name in config.json."""
-    return {kind.__name__: kind for kind in (Qwen3ForCausalLM, Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration)}
+    return {kind.__name__: kind for kind in (
+        qwen.Qwen2ForCausalLM, qwen.Qwen3ForCausalLM, qwen.Qwen3MoeForCausalLM, qwen.Qwen3NextForCausalLM,
+        qwen.Qwen2_5_VLForConditionalGeneration, qwen.Qwen3VLForConditionalGeneration,
+        qwen.Qwen3_5ForCausalLM, qwen.Qwen3_5ForConditionalGeneration,
+        qwen.Qwen3_5MoeForCausalLM, qwen.Qwen3_5MoeForConditionalGeneration)}
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -82,6 +86,13 @@ def _check_capabilities(kind: type[CausalLM], checkpoint: Checkpoint) -> None:
         lacks.append("a vision tower (the class has no encode_images)")
     if checkpoint.vision is not None and checkpoint.rope.mrope_section is None:
         lacks.append("pictures without M-RoPE (rope_parameters has no mrope_section)")
+    if checkpoint.vision is not None and checkpoint.vision.deepstack and not kind.takes_deepstack:
+        lacks.append("deepstack features (vision_config.deepstack_visual_indexes)")
+    if checkpoint.vision is not None and (checkpoint.vision.windows is not None) != kind.takes_windows:
+        lacks.append("windowed vision (vision_config.window_size)" if checkpoint.vision.windows is not None
+                     else "vision without windows (vision_config.window_size)")
+    if checkpoint.experts is not None and not kind.takes_experts:
+        lacks.append("experts")
     if checkpoint.has_linear_layers and not kind.takes_linear_layers:
         lacks.append("linear-attention layers")
     if checkpoint.rope.mrope_section is not None and not kind.takes_mrope:

@@ -1,4 +1,4 @@
-"""The vision tower of Qwen3-VL and Qwen3.5: pixels to embeddings; knows no text.
+"""The vision tower of Qwen3-VL and Qwen3.5, and what other towers share with it: pixels to embeddings; knows no text.
 
 Patches are ordered merge block by merge block: (rows / m, columns / m, m, m), so that every m*m consecutive patches become
 one token.
@@ -24,10 +24,10 @@ ROPE_THETA = 10000.0
 class PatchEmbed(nn.Module):
     """A convolution whose stride is its kernel, so a linear map of the flattened patch."""
 
-    def __init__(self, config: VisionConfig) -> None:
+    def __init__(self, config: VisionConfig, *, bias: bool = True) -> None:
         super().__init__()
         self.proj = nn.Conv3d(config.in_channels, config.hidden_size,
-                              (config.temporal_patch_size, config.patch_size, config.patch_size))
+                              (config.temporal_patch_size, config.patch_size, config.patch_size), bias=bias)
 
     def forward(self, patches: Tensor) -> Tensor:
         """[patches, C * t * p * p] -> [patches, hidden]."""
@@ -35,7 +35,7 @@ class PatchEmbed(nn.Module):
 
 
 class VisionAttention(nn.Module):
-    """Full attention inside each image."""
+    """Full attention inside each image, or each window of one."""
 
     def __init__(self, config: VisionConfig, kernels: Kernels) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class VisionAttention(nn.Module):
         self.proj = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], lengths: Sequence[int]) -> Tensor:
-        """x [patches of all images, hidden]; lengths: patches of each image."""
+        """x [patches of all images, hidden]; lengths: patches of each image or window, one after the other."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(1)
         q, k = (self.kernels.rotary(x.float(), *rope).to(v.dtype) for x in (q, k))
         parts = zip(*(torch.split(x.transpose(0, 1)[None], list(lengths), 2) for x in (q, k, v)), strict=True)
@@ -86,55 +86,43 @@ class VisionBlock(nn.Module):
 
 
 class PatchMerger(nn.Module):
-    """m*m neighbouring patches -> one embedding of the language model."""
+    """m*m neighbouring patches -> one embedding of the language model. `joined`: they are normed together (deepstack)."""
 
-    def __init__(self, config: VisionConfig) -> None:
+    def __init__(self, config: VisionConfig, *, joined: bool = False) -> None:
         super().__init__()
         wide = config.hidden_size * config.merge_size**2
-        self.norm = nn.LayerNorm(config.hidden_size, eps=1e-6)
+        self.norm = nn.LayerNorm(wide if joined else config.hidden_size, eps=1e-6)
         self.linear_fc1 = nn.Linear(wide, wide)
         self.linear_fc2 = nn.Linear(wide, config.out_hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """[patches, hidden] -> [patches / (m*m), out_hidden]."""
-        wide = self.norm(x).reshape(-1, self.linear_fc1.in_features)
+        wide = self.norm(x.reshape(-1, *self.norm.normalized_shape)).reshape(-1, self.linear_fc1.in_features)
         result: Tensor = self.linear_fc2(F.gelu(self.linear_fc1(wide)))
         return result
 
 
-class VisionTower(nn.Module):
-    """Images of any sizes at once; each attends only to itself."""
+class Patches(nn.Module):
+    """Cuts images into patches, and says where they lie. Has no weights."""
 
     mean: Tensor
     std: Tensor
 
-    def __init__(self, config: VisionConfig, image: ImageConfig, kernels: Kernels) -> None:
+    def __init__(self, config: VisionConfig, image: ImageConfig) -> None:
         super().__init__()
         self.config = config
-        self.patch_embed = PatchEmbed(config)
-        self.pos_embed = empty_embedding(config.num_position_embeddings, config.hidden_size)
-        self.blocks = nn.ModuleList(VisionBlock(config, kernels) for _ in range(config.depth))
-        self.merger = PatchMerger(config)
         self.register_buffer("mean", torch.tensor(image.mean, device="cpu"), persistent=False)
         self.register_buffer("std", torch.tensor(image.std, device="cpu"), persistent=False)
 
-    def forward(self, pixels: Sequence[NDArray[np.uint8]]) -> list[Tensor]:
-        """uint8 [H, W, 3] images, sides multiples of patch * merge -> one [tokens, out_hidden] each."""
-        if not pixels:
-            return []
-        config, weight = self.config, self.pos_embed.weight
-        grids = [(image.shape[0] // config.patch_size, image.shape[1] // config.patch_size) for image in pixels]
-        x = self.patch_embed(torch.cat([self._patches(image) for image in pixels]).to(weight.dtype))
-        x = x + torch.cat([self._position_embedding(*grid) for grid in grids])
-        angles = torch.cat([self._angles(*grid) for grid in grids])
-        rope = (angles.cos(), angles.sin())
-        lengths = [h * w for h, w in grids]
-        for block in self.blocks:
-            x = block(x, rope, lengths)
-        merged: Tensor = self.merger(x)
-        return list(torch.split(merged, [n // config.merge_size**2 for n in lengths]))
+    def grids(self, pixels: Sequence[NDArray[np.uint8]]) -> list[tuple[int, int]]:
+        """Rows and columns of patches of each image."""
+        return [(image.shape[0] // self.config.patch_size, image.shape[1] // self.config.patch_size) for image in pixels]
 
-    def _patches(self, image: NDArray[np.uint8]) -> Tensor:
+    def forward(self, pixels: Sequence[NDArray[np.uint8]]) -> Tensor:
+        """[patches of all images, C * t * p * p] float32."""
+        return torch.cat([self._one(image) for image in pixels])
+
+    def _one(self, image: NDArray[np.uint8]) -> Tensor:
         """[patches, C * t * p * p]; a still image fills the temporal patch with copies of itself."""
         p, m, t = self.config.patch_size, self.config.merge_size, self.config.temporal_patch_size
         x = torch.tensor(image, device=self.mean.device).float() / 255.0
@@ -143,26 +131,59 @@ class VisionTower(nn.Module):
         x = x.reshape(3, rows // m, m, p, columns // m, m, p).permute(1, 4, 2, 5, 0, 3, 6)
         return x[:, :, :, :, :, None].expand(-1, -1, -1, -1, -1, t, -1, -1).reshape(rows * columns, -1)
 
-    def _rows_columns(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    def places(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
         """Row and column of each patch in merge-block order."""
         m = self.config.merge_size
         grid = torch.stack(torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"))
         grid = grid.reshape(2, rows // m, m, columns // m, m).permute(0, 1, 3, 2, 4).reshape(2, -1)
         return grid[0], grid[1]
 
-    def _angles(self, rows: int, columns: int) -> Tensor:
+    def angles(self, rows: int, columns: int) -> Tensor:
         """Axial rotary: the first half of the frequencies turns with the row, the second with the column. [patches, head]."""
         size = self.config.hidden_size // self.config.num_heads // 2
         frequencies = 1.0 / ROPE_THETA ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
-        row, column = self._rows_columns(rows, columns)
+        row, column = self.places(rows, columns)
         angles = torch.cat((row[:, None] * frequencies, column[:, None] * frequencies), -1)
         return torch.cat((angles, angles), -1).to(self.mean.device)
+
+
+class VisionTower(nn.Module):
+    """Images of any sizes at once; each attends only to itself."""
+
+    def __init__(self, config: VisionConfig, image: ImageConfig, kernels: Kernels) -> None:
+        super().__init__()
+        self.config = config
+        self.patches = Patches(config, image)
+        self.patch_embed = PatchEmbed(config)
+        self.pos_embed = empty_embedding(config.num_position_embeddings, config.hidden_size)
+        self.blocks = nn.ModuleList(VisionBlock(config, kernels) for _ in range(config.depth))
+        self.merger = PatchMerger(config)
+        self.deepstack_merger_list = nn.ModuleList(PatchMerger(config, joined=True) for _ in config.deepstack)
+
+    def forward(self, pixels: Sequence[NDArray[np.uint8]]) -> list[Tensor]:
+        """uint8 [H, W, 3] images, sides multiples of patch * merge -> one [tokens, (1 + deepstack) * out_hidden] each:
+        the embedding, then the features that are added after the language model's first layers."""
+        if not pixels:
+            return []
+        config, weight = self.config, self.pos_embed.weight
+        grids = self.patches.grids(pixels)
+        x = self.patch_embed(self.patches(pixels).to(weight.dtype))
+        x = x + torch.cat([self._position_embedding(*grid) for grid in grids])
+        angles = torch.cat([self.patches.angles(*grid) for grid in grids])
+        rope = (angles.cos(), angles.sin())
+        lengths = [h * w for h, w in grids]
+        features, mergers = [], iter(self.deepstack_merger_list)
+        for i, block in enumerate(self.blocks):
+            x = block(x, rope, lengths)
+            if i in config.deepstack:
+                features.append(next(mergers)(x))
+        return list(torch.split(torch.cat([self.merger(x), *features], -1), [n // config.merge_size**2 for n in lengths]))
 
     def _position_embedding(self, rows: int, columns: int) -> Tensor:
         """The learned square table, bilinearly stretched over the image (corners on corners). [patches, hidden]."""
         side = int(self.config.num_position_embeddings**0.5)
         table = self.pos_embed.weight.view(side, side, -1)
-        row, column = self._rows_columns(rows, columns)
+        row, column = self.patches.places(rows, columns)
         y, x = row * ((side - 1) / max(rows - 1, 1)), column * ((side - 1) / max(columns - 1, 1))
         top, left = y.floor().long().clamp(max=side - 1), x.floor().long().clamp(max=side - 1)
         bottom, right = (top + 1).clamp(max=side - 1), (left + 1).clamp(max=side - 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from slipstream.errors import CheckpointError
-from slipstream.layers.linear import Part
+from slipstream.layers.linear import Part, Piece, Stack
 
 logger = logging.getLogger(__name__)
 
@@ -60,9 +60,10 @@ def load_into(model: nn.Module, whole: nn.Module, folder: Path, *, rename: Calla
     CheckpointError with the tensor's name, file, expected and found shape for a missing, misshapen, doubled, unknown or
     non-finite weight.
     """
-    wanted, shapes = dict(model.named_parameters()), {name: tuple(each.shape) for name, each in whole.named_parameters()}
     files = files_of(folder)
     names = {disk_name: name for disk_name in files if (name := rename(disk_name)) is not None}
+    held = set(names.values())
+    wanted, shapes = _pieces(model, held), {name: piece.shape for name, (_, piece) in _pieces(whole, held).items()}
     if unused := sorted(files.keys() - names):
         logger.info("%s: %d weights are not used by this model, such as %s", folder, len(unused), unused[0])
     unknown = sorted(disk_name for disk_name, name in names.items() if name not in shapes)
@@ -78,7 +79,8 @@ def load_into(model: nn.Module, whole: nn.Module, folder: Path, *, rename: Calla
         if tuple(stored.get_shape()) != shape:
             raise CheckpointError(f"{disk_name} in {file}: expected shape {shape}, found {tuple(stored.get_shape())}")
         try:
-            tensor = _read(stored, wanted[name])
+            parameter, piece = wanted[name]
+            tensor = _read(stored, piece)
         except SafetensorError as error:
             raise CheckpointError(f"cannot read {disk_name} from {file}: {error}") from error
         if tensor.dtype not in _STORED:
@@ -88,7 +90,7 @@ def load_into(model: nn.Module, whole: nn.Module, folder: Path, *, rename: Calla
         if not bool(torch.isfinite(converted).all()):
             raise CheckpointError(f"{disk_name} in {file} of shape {shape} holds NaN or infinity as {dtype}; "
                                   "the file is damaged, or the dtype too narrow")
-        _assign(model, name, converted)
+        _assign(model, parameter, piece, converted)
         found[name] = disk_name
         if progress is not None:
             progress(len(found), len(wanted))
@@ -117,14 +119,25 @@ def _stored(names: Iterable[str], files: dict[str, Path]) -> Iterator[tuple[str,
                 yield name, path, file.get_slice(name)
 
 
-def _read(stored: Any, parameter: Tensor) -> Tensor:
-    """What `parameter` takes of a stored tensor, and nothing else."""
-    if not isinstance(parameter, Part):
+def _pieces(model: nn.Module, held: Container[str]) -> dict[str, tuple[str, Piece]]:
+    """Every tensor that must be `held`, by name: the parameter that it fills, and where. A Stack may lie in pieces."""
+    found: dict[str, tuple[str, Piece]] = {}
+    for name, parameter in model.named_parameters():
+        pieces = parameter.pieces(name.rpartition(".")[0]) if isinstance(parameter, Stack) else {}
+        if not any(piece in held for piece in pieces):
+            pieces = {name: parameter.piece() if isinstance(parameter, Part) else Piece(tuple(parameter.shape))}
+        found |= {piece: (name, where) for piece, where in pieces.items()}
+    return found
+
+
+def _read(stored: Any, piece: Piece) -> Tensor:
+    """What the rank takes of a stored tensor, and nothing else."""
+    if piece.cut is None:
         whole: Tensor = stored[:]
         return whole
-    before = (slice(None),) * parameter.axis
-    parts = [stored[(*before, slice(part.start, part.stop))] for part in parameter.cut.ranges]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, parameter.axis)
+    before = (slice(None),) * piece.axis
+    parts = [stored[(*before, slice(part.start, part.stop))] for part in piece.cut.ranges]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, piece.axis)
 
 
 def _open(path: Path) -> safe_open:
@@ -134,6 +147,14 @@ def _open(path: Path) -> safe_open:
         raise CheckpointError(f"{path} is not a complete safetensors file: {error}") from error
 
 
-def _assign(model: nn.Module, name: str, tensor: Tensor) -> None:
+def _assign(model: nn.Module, name: str, piece: Piece, tensor: Tensor) -> None:
+    """A parameter in pieces is made with the first of them; it is whole when none is missing."""
     parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, nn.Parameter(tensor, requires_grad=False))
+    module = model.get_submodule(parent)
+    if piece.place:
+        stack = module.get_parameter(leaf)
+        if stack.is_meta:
+            stack = nn.Parameter(torch.empty(stack.shape, dtype=tensor.dtype, device=tensor.device), requires_grad=False)
+        stack[piece.place] = tensor
+        tensor = stack
+    setattr(module, leaf, nn.Parameter(tensor, requires_grad=False))

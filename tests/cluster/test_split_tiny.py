@@ -18,7 +18,8 @@ CHUNKS = (0, 7, 64)
 MAX_TOKENS = 20
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3_5_text", "qwen3_5_vl"])
+@pytest.fixture(scope="module", params=["qwen3", "qwen2_5_vl", "qwen3_vl", "qwen3_5_text", "qwen3_5_vl", "qwen3_next",
+                                        "qwen3_5_moe_vl"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Cluster]]:
     """A checkpoint folder, one decode replica, and one prefill replica for each chunk size (`prefill-0`, ...)."""
     folder = tiny.write(request.param, tmp_path_factory.mktemp(request.param))
@@ -66,7 +67,7 @@ def with_pictures() -> list[Prompt]:
 
 async def test_greedy_equals_transformers(served: tuple[Path, Cluster]) -> None:
     folder, cluster = served
-    prompts = texts() + (with_pictures() if folder.name.startswith("qwen3_5_vl") else [])
+    prompts = texts() + (with_pictures() if "_vl" in folder.name else [])
     right = [await asyncio.to_thread(oracle.greedy, folder, prompt.tokens, prompt.pixels, MAX_TOKENS) for prompt in prompts]
     assert len({tuple(tokens) for tokens in right}) == len(right), "every prompt has an answer of its own"
     for number, chunk in enumerate(CHUNKS):

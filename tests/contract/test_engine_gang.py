@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import queue
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,8 +22,8 @@ from slipstream.engine.executor import RankExecutor
 from slipstream.errors import GangError
 from slipstream.layers.parallel import Communicator
 from slipstream.models import registry
-from slipstream.types import RequestId, SamplingParams
-from tests.support import ranks
+from slipstream.types import Grid, RequestId, SamplingParams
+from tests.support import engine_driver, oracle, ranks, tiny
 from tests.support.engine_driver import assert_empty, poison, request
 from tests.support.engine_pair import Pair
 from tests.support.samples import Samples
@@ -29,6 +32,8 @@ from worker.link import Follower, Hello, Leader
 CONFIG = EngineConfig(kv_cache_tokens=16 * 60, max_running=8, max_batch_tokens=96, growth_tokens=8, state_snapshots=6)
 Down = log.Step | log.CopyBlock | log.CopyState | log.Beat | log.End
 Up = log.Tokens | log.Beat
+Asks = list[tuple[GenerationRequest, Any]]
+"""Each with its pixels."""
 
 
 class QueueLog:
@@ -49,11 +54,11 @@ class QueueLog:
         return found
 
 
-def asks() -> list[tuple[GenerationRequest, Any]]:
+def asks() -> Asks:
     """Pictures, texts that begin alike, choices, everything that the drawing rank must be told."""
     checkpoint = checkpoints.read(DEMO)
     samples = {sample.name: sample for sample in Samples(checkpoint).all()}
-    found: list[tuple[GenerationRequest, Any]] = []
+    found: Asks = []
     for number, name in enumerate(["img_row-0", "facts-0", "img_two-1", "img_row-0", "arith-1"]):
         sample = samples[name]
         stop = tuple(checkpoint.eos_token_ids)
@@ -104,7 +109,51 @@ def alone() -> dict[tuple[str, int], list[int]]:
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 2), (1, 3), (2, 1), (2, 2), (2, 3), (4, 1), (4, 2), (4, 3)])
 def test_the_tokens_of_one_rank_alone(tp: int, pp: int, alone: dict[tuple[str, int], list[int]]) -> None:
-    checkpoint = checkpoints.read(DEMO)
+    assert replica(DEMO, tp, pp, serve) == alone
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 1), (2, 3)])
+def test_deepstack_reaches_the_stages_that_add_it(tp: int, pp: int, vl: tuple[Path, Asks, list[list[int]]]) -> None:
+    """Features for layers 0 to 2, of which stage 0 has at most two; pictures and a text in one step, cut inside a picture."""
+    folder, asks, right = vl
+
+    def serve(engine: Engine) -> list[list[int]]:
+        for turn in ("first", "again"):
+            pair = Pair(engine, None)
+            for asked, pixels in asks:
+                pair.submit(dataclasses.replace(asked, id=RequestId(name=f"{turn}-{asked.id.name}")), pixels)
+            while engine.has_work:
+                pair.take(engine.step())
+                engine.check_integrity()
+            assert list(pair.tokens.values()) == right, turn
+        assert_empty(engine)
+        assert engine.counters().cached_tokens > 100
+        return right
+
+    assert pp == 1 or sharding.plan(checkpoints.read(folder), tp=tp, pp=pp).stages[0] < 3
+    assert replica(folder, tp, pp, serve) == right
+
+
+@pytest.fixture(scope="module", params=["qwen3_vl", "qwen3_tied_vl"])
+def vl(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Asks, list[list[int]]]:
+    """A folder, requests, and what transformers answers."""
+    folder = tiny.write(request.param, tmp_path_factory.mktemp("vl"))
+    draw = np.random.default_rng(4)
+    asks: Asks = []
+    for name, before, sizes in (("text", 70, []), ("long", 80, [(6, 5)]), ("two", 3, [(3, 2), (2, 6)]), ("last", 20, [(4, 4)])):
+        tokens = draw.integers(0, 490, before).tolist()
+        for h, w in sizes:
+            tokens += [tiny.VISION_START, *[tiny.IMAGE] * (h * w), tiny.VISION_END]
+        pixels = [draw.integers(0, 256, (32 * h, 32 * w, 3), dtype=np.uint8) for h, w in sizes]
+        asked = engine_driver.request(name, tokens, 12, grids=[Grid(t=1, h=2 * h, w=2 * w) for h, w in sizes], ignore_eos=True,
+                        images=[bytes([len(name), h, w]) * 4 for h, w in sizes])
+        asks.append((asked, pixels))
+    return folder, asks, [oracle.greedy(folder, asked.tokens, pixels, 12) for asked, pixels in asks]
+
+
+def replica(folder: Path, tp: int, pp: int, serve: Callable[[Engine], Any]) -> Any:
+    """What `serve` makes of rank 0's engine; the other ranks follow it."""
+    checkpoint = checkpoints.read(folder)
     geometry = sharding.plan(checkpoint, tp=tp, pp=pp)
     port: queue.Queue[int] = queue.Queue()
 
@@ -132,9 +181,9 @@ def test_the_tokens_of_one_rank_alone(tp: int, pp: int, alone: dict[tuple[str, i
         own = caches.allocate(comm.shard.specs(checkpoint.layers), CONFIG, CONFIG.max_running + CONFIG.state_snapshots,
                               torch.float32, torch.device("cpu"))
         local = RankExecutor(model, own, CONFIG.block_size, torch.device("cpu"), comm,
-                             hidden=(checkpoint.hidden_size, torch.float32))
+                             checkpoint=checkpoint, dtype=torch.float32)
         while not isinstance(entry := link.read(), log.End):
             gang.follow(entry, local, link.say, lambda published, layer: None)
 
     (found, *_) = ranks.run(geometry, work)
-    assert found == alone
+    return found

@@ -1,4 +1,4 @@
-"""The demo model and a dense one, cut every way that a replica may be: logits, greedy tokens and caches of the whole model."""
+"""The demo model and tiny ones, cut every way that a replica may be: logits, greedy tokens and caches of the whole model."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ from tests.support.rank_child import PICTURE
 
 CHUNK, STEPS = 23, 8
 GEOMETRIES = [(tp, pp) for tp in (1, 2, 4) for pp in (1, 2, 3)]
+SEED = 1  # with 0, one token's second and third expert are equally likely to the last bit: any order of a sum may choose either
+TINY = ("qwen3", "qwen2", "qwen2_5_vl", "qwen3_vl", "qwen3_tied_vl", "qwen3_moe_mixed", "qwen3_next", "qwen3_5_moe_vl")
 
 
 class Case:
@@ -65,11 +67,12 @@ class Case:
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
-    return {"demo": Case(checkpoints.DEMO), "qwen3": Case(tiny.write("qwen3", tmp_path_factory.mktemp("qwen3")))}
+    written = {name: tiny.write(name, tmp_path_factory.mktemp(name), SEED) for name in TINY}
+    return {name: Case(folder) for name, folder in {"demo": checkpoints.DEMO, **written}.items()}
 
 
 @pytest.mark.parametrize(("tp", "pp"), GEOMETRIES)
-@pytest.mark.parametrize("name", ["demo", "qwen3"])
+@pytest.mark.parametrize("name", ["demo", *TINY])
 def test_every_geometry_computes_what_the_whole_model_does(cases: dict[str, Case], name: str, tp: int, pp: int) -> None:
     case = cases[name]
     geometry = sharding.plan(case.checkpoint, tp=tp, pp=pp)

@@ -18,6 +18,7 @@ from slipstream.layers.batch import AttentionCache, ForwardBatch, LayerCache, Li
 from slipstream.models.qwen import CausalLM
 from slipstream.models.registry import VisionModel
 from slipstream.positions import mrope_positions
+from slipstream.sharding import deepstack_levels
 from slipstream.types import AttentionLayer, Grid
 
 BLOCK_SIZE = 16
@@ -72,7 +73,8 @@ class Plain:
             assert isinstance(self.model, VisionModel)
             embeds = torch.cat(self.model.encode_images(pixels))
         if pixels and comm.shard.first:
-            embeds = comm.broadcast(embeds, (len(places), checkpoint.hidden_size), self.dtype)
+            width = (1 + deepstack_levels(checkpoint, comm.shard)) * checkpoint.hidden_size
+            embeds = comm.broadcast(embeds, (len(places), width), self.dtype)
         out = []
         for start in range(0, len(tokens), chunk):
             part = slice(start, start + chunk)
@@ -104,7 +106,8 @@ class Plain:
             state_slots=torch.tensor([self.slot]), logit_rows=torch.arange(count),
             visual_rows=torch.tensor(rows) if rows else None, visual_embeds=embeds if rows else None)
         comm = self.model.comm
-        hidden = None if comm.shard.first else comm.recv((count, self.checkpoint.hidden_size), self.dtype)
+        given = count + deepstack_levels(self.checkpoint, comm.shard) * len(rows)
+        hidden = None if comm.shard.first else comm.recv((given, self.checkpoint.hidden_size), self.dtype)
         logits: Tensor | None = self.model(batch, self.caches, self.layers_done.append, hidden=hidden)
         self.length += count
         return torch.empty(count, 0) if logits is None else logits

@@ -29,23 +29,57 @@ _VISION = {"depth": 3, "hidden_size": 48, "intermediate_size": 96, "num_heads": 
 _TEXT_3: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096, "rope_theta": 1e6}
+_EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_SHARED = {**_EXPERTS, "shared_expert_intermediate_size": 16}
+_SPARSE_3_5 = {name: value for name, value in {**_TEXT_3_5, **_SHARED}.items() if name != "intermediate_size"}
+_NEXT = {**_TEXT_3_5, **_SHARED, "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}}
+_TEXT_2 = {name: value for name, value in _TEXT_3.items() if name != "head_dim"}
+_MARKS: dict[str, Any] = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": VISION_START,
+                          "vision_end_token_id": VISION_END}
+
+
+def _vl_3(layers: int = 4, tied: bool = False) -> Any:
+    """Three deepstack features; with three layers one of them follows the last layer."""
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    text = {**_TEXT_3, "num_hidden_layers": layers, "rope_theta": None, "rope_parameters": rope}
+    return transformers.Qwen3VLForConditionalGeneration(transformers.Qwen3VLConfig(
+        text_config=text, vision_config={**_VISION, "depth": 4, "deepstack_visual_indexes": [0, 1, 3]},
+        tie_word_embeddings=tied, **_MARKS))
+
+
+def _vl_2_5() -> Any:
+    """Windows of two by two tokens, in all blocks but one."""
+    text = {**_TEXT_2, "rope_theta": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}}
+    vision = {name: value for name, value in _VISION.items() if name != "num_position_embeddings"}
+    return transformers.Qwen2_5_VLForConditionalGeneration(transformers.Qwen2_5_VLConfig(
+        text_config=text, vision_config={**vision, "window_size": 64, "fullatt_block_indexes": [1]}, **_MARKS))
 
 
 def _text_3_5(tied: bool) -> Any:
     return transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**_TEXT_3_5, tie_word_embeddings=tied))
 
 
-def _vl_3_5() -> Any:
-    return transformers.Qwen3_5ForConditionalGeneration(transformers.Qwen3_5Config(
-        text_config=_TEXT_3_5, vision_config=_VISION, image_token_id=IMAGE, video_token_id=VIDEO,
-        vision_start_token_id=VISION_START, vision_end_token_id=VISION_END))
+def _moe_3(**options: Any) -> Any:
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**_TEXT_3, **_EXPERTS, **options))
 
 
 _MODELS: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**_TEXT_3)),
+    "qwen2_5_vl": _vl_2_5,
+    "qwen3_vl": _vl_3,
+    "qwen3_tied_vl": lambda: _vl_3(layers=3, tied=True),
     "qwen3_5_text": lambda: _text_3_5(tied=False),
     "qwen3_5_text_tied": lambda: _text_3_5(tied=True),
-    "qwen3_5_vl": _vl_3_5,
+    "qwen3_5_vl": lambda: transformers.Qwen3_5ForConditionalGeneration(transformers.Qwen3_5Config(
+        text_config=_TEXT_3_5, vision_config=_VISION, **_MARKS)),
+    "qwen3_moe": lambda: _moe_3(norm_topk_prob=True),
+    "qwen3_moe_mixed": lambda: _moe_3(norm_topk_prob=False, decoder_sparse_step=2, mlp_only_layers=[3]),
+    "qwen3_5_moe_text": lambda: transformers.Qwen3_5MoeForCausalLM(transformers.Qwen3_5MoeTextConfig(**_SPARSE_3_5)),
+    "qwen3_5_moe_vl": lambda: transformers.Qwen3_5MoeForConditionalGeneration(transformers.Qwen3_5MoeConfig(
+        text_config=_SPARSE_3_5, vision_config=_VISION, **_MARKS)),
+    "qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**_TEXT_2)),
+    "qwen3_next": lambda: transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**_NEXT)),
 }
 NAMES = tuple(_MODELS)
 
@@ -70,10 +104,10 @@ def write(name: str, folder: Path, seed: int = 0, max_shard_size: str = "5GB") -
     torch.manual_seed(seed)
     model = _MODELS[name]().eval().to(torch.float32)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for path, parameter in model.named_parameters():
             if parameter.dim() == 1:  # a norm whose weights are all alike would hide a confusion of w and 1 + w
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-            elif parameter.dim() == 2:  # initial weights this small would leave every logit nearly equal
+            elif parameter.dim() == 2 or ".experts." in path:  # initial weights this small would leave every logit nearly equal
                 parameter.mul_(3.0)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     if name.endswith("vl"):

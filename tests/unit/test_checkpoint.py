@@ -64,6 +64,30 @@ def test_what_qwen3_5_leaves_out(tmp_path: Path) -> None:
     assert (found.rope.rotary_size, found.rope.mrope_interleaved) == (16, True)
 
 
+def test_qwen2_5_vl_as_it_lies_on_the_hub(tmp_path: Path) -> None:
+    """The text's keys at the top, axes in sections, windows in pixels, no table of positions."""
+    vision = {"depth": 32, "hidden_act": "silu", "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "in_chans": 3,
+              "out_hidden_size": 2048, "patch_size": 14, "spatial_merge_size": 2, "spatial_patch_size": 14, "window_size": 112,
+              "fullatt_block_indexes": [7, 15, 23, 31], "tokens_per_second": 2, "temporal_patch_size": 2}
+    found = read(tmp_path, {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl", "hidden_act": "silu",
+        "hidden_size": 2048, "intermediate_size": 11008, "num_attention_heads": 16, "num_hidden_layers": 36,
+        "num_key_value_heads": 2, "rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "tie_word_embeddings": True, "use_sliding_window": False, "vocab_size": 151936, "image_token_id": 151655,
+        "vision_config": vision})
+    assert found.vision is not None
+    assert found.vision.windows == checkpoints.WindowConfig(side=4, full_blocks=frozenset({7, 15, 23, 31}))
+    assert (found.rope.mrope_section, found.rope.mrope_interleaved, found.rope.rotary_size) == ((16, 24, 24), False, 128)
+    assert (found.image and found.image.factor, found.tie_embeddings, len(found.layers)) == (28, True, 36)
+
+
+def test_what_qwen3_vl_leaves_out(tmp_path: Path) -> None:
+    """The whole head turns, axes are interleaved."""
+    rope = {"rope_theta": 5e6, "mrope_section": [12, 10, 10], "rope_type": "default"}
+    found = read(tmp_path, demo(text={"model_type": "qwen3_vl_text", "rope_parameters": rope, "partial_rotary_factor": None}))
+    assert (found.rope.rotary_size, found.rope.mrope_interleaved) == (64, True)
+
+
 def test_an_interval_of_two_and_its_own_list_wins(tmp_path: Path) -> None:
     two = read(tmp_path, demo(text={"layer_types": None, "full_attention_interval": 2}))
     assert [type(layer) for layer in two.layers] == [LinearLayer, AttentionLayer] * 4
@@ -86,7 +110,14 @@ def test_the_tie_is_said_at_the_top_or_in_the_text(tmp_path: Path) -> None:
     ({"hidden_size": None}, {}, {}, "`hidden_size` is missing"),
     ({"linear_conv_kernel_dim": None}, {}, {}, "`linear_conv_kernel_dim` is missing"),
     ({}, {"depth": None}, {}, "`depth` is missing"),
-    ({}, {"deepstack_visual_indexes": [1, 2]}, {}, "deepstack_visual_indexes is not supported"),
+    ({}, {"deepstack_visual_indexes": [1, 2]}, {}, r"indexes \[1, 2\] must ascend within the 2 blocks"),
+    ({}, {"deepstack_visual_indexes": [1, 0]}, {}, r"indexes \[1, 0\] must ascend"),
+    ({}, {"deepstack_visual_indexes": [0, 0]}, {}, r"indexes \[0, 0\] must ascend"),
+    ({"num_hidden_layers": 1, "layer_types": None}, {"deepstack_visual_indexes": [0, 1]}, {}, "2 blocks, .* are 1 layers"),
+    ({}, {"hidden_act": "quick_gelu"}, {}, "vision_config.hidden_act 'quick_gelu' is not supported"),
+    ({}, {"window_size": 112, "fullatt_block_indexes": [1], "hidden_act": "silu"}, {}, "112 must be a multiple of patch_size"),
+    ({}, {"window_size": 64, "fullatt_block_indexes": [1]}, {}, "hidden_act 'gelu_pytorch_tanh' is not .* known: silu"),
+    ({}, {"window_size": 64, "hidden_act": None}, {}, "`fullatt_block_indexes` is missing"),
     ({}, {"num_position_embeddings": 145}, {}, "145 is not a square"),
     ({"rope_parameters": {"mrope_section": [6, 5], "partial_rotary_factor": 0.5}}, {}, {}, "three numbers .* add up to 16"),
     ({"rope_parameters": {"mrope_section": [6, 5, 6], "partial_rotary_factor": 0.5}}, {}, {}, "three numbers .* add up to 16"),

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -23,6 +21,7 @@ from slipstream.models import registry, weights
 from slipstream.models.qwen import CausalLM
 from slipstream.sharding import Geometry, Shard
 from tests.support import ranks
+from tests.support.counting import Counting
 from tests.support.plain import Plain
 from tests.support.small import hybrid_checkpoint, random_model
 
@@ -115,36 +114,6 @@ def test_segments_are_cut_each_by_itself(segments: list[tuple[int, int]], power:
             assert cuts[-1][at : at + each] == list(range(start + first, start + first + each))
             start, at = start + heads * size, at + each
         assert joined.whole == start
-
-
-class Counting:
-    """safe_open that adds up what is read, and refuses to read a tensor as a whole."""
-
-    def __init__(self, path: str, framework: str, read: dict[str, int]) -> None:
-        self._file: Any = safe_open(path, framework)
-        self._read = read
-
-    def __enter__(self) -> Counting:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def keys(self) -> list[str]:
-        return list(self._file.keys())
-
-    def get_slice(self, name: str) -> Any:
-        stored, read = self._file.get_slice(name), self._read
-
-        class Slice:
-            def get_shape(self) -> list[int]:
-                return list(stored.get_shape())
-
-            def __getitem__(self, index: Any) -> Tensor:
-                tensor: Tensor = stored[index]
-                read[name] = read.get(name, 0) + tensor.nbytes
-                return tensor
-
-        return Slice()
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -91,6 +91,17 @@ def test_pictures_want_mrope(tmp_path: Path) -> None:
     flat = dataclasses.replace(demo, rope=dataclasses.replace(demo.rope, mrope_section=None))
     with pytest.raises(CheckpointError, match=r"pictures without M-RoPE"):
         registry.load(flat, dtype=torch.float32, device=CPU)
+    assert demo.vision is not None
+    deep = dataclasses.replace(demo, vision=dataclasses.replace(demo.vision, deepstack=(0,)))
+    with pytest.raises(CheckpointError, match=r"Qwen3_5ForConditionalGeneration does not do: deepstack features"):
+        registry.load(deep, dtype=torch.float32, device=CPU)
+    windows = checkpoints.WindowConfig(side=2, full_blocks=frozenset())
+    windowed = dataclasses.replace(demo, vision=dataclasses.replace(demo.vision, windows=windows))
+    with pytest.raises(CheckpointError, match=r"does not do: windowed vision"):
+        registry.load(windowed, dtype=torch.float32, device=CPU)
+    plain = dataclasses.replace(demo, architecture="Qwen2_5_VLForConditionalGeneration")
+    with pytest.raises(CheckpointError, match=r"does not do: vision without windows"):
+        registry.load(plain, dtype=torch.float32, device=CPU)
     blind = dataclasses.replace(demo, architecture="Qwen3_5ForCausalLM")
     with pytest.raises(CheckpointError, match=r"a vision tower"):
         registry.load(blind, dtype=torch.float32, device=CPU)
