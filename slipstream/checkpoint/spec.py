@@ -1,0 +1,131 @@
+"""What a model is: everything that a checkpoint's configuration files say and that we use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream.types import LayerSpec, LinearLayer, SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary embedding of the language model."""
+
+    theta: float
+    rotary_size: int
+    """Leading channels of a head that are rotated; the rest passes through."""
+    mrope_section: tuple[int, int, int] | None
+    """Frequency pairs driven by t, h, w; None: one-dimensional positions."""
+    mrope_interleaved: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertConfig:
+    """Mixture of experts."""
+
+    count: int
+    top_k: int
+    """Experts of each token."""
+    intermediate_size: int
+    """Of each expert."""
+    shared_size: int
+    """Intermediate size of the expert that every token takes; 0: there is none."""
+    normalise: bool
+    """The weights of a token's experts add up to 1."""
+    layers: frozenset[int]
+    """The layers that have experts; the others are dense."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowConfig:
+    """Attention inside windows of a picture (Qwen2.5-VL)."""
+
+    side: int
+    """Merged patches along each side of a window."""
+    full_blocks: frozenset[int]
+    """Blocks that attend to the whole picture all the same."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionConfig:
+    """The vision tower (Qwen2.5-VL, Qwen3-VL and Qwen3.5)."""
+
+    depth: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    patch_size: int
+    temporal_patch_size: int
+    merge_size: int
+    out_hidden_size: int
+    num_position_embeddings: int
+    """Of the learned square table; 0 with windows, where positions are rotary alone."""
+    in_channels: int
+    deepstack: tuple[int, ...]
+    """Blocks whose outputs are merged too: that of the i-th is added to the language model's hidden states after layer i."""
+    windows: WindowConfig | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageConfig:
+    """Image preprocessing (preprocessor_config.json)."""
+
+    min_pixels: int
+    max_pixels: int
+    patch_size: int
+    merge_size: int
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+
+    @property
+    def factor(self) -> int:
+        """Pixels per merged patch: both sides of a resized image are multiples of it."""
+        return self.patch_size * self.merge_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """Everything that config.json, generation_config.json and preprocessor_config.json say and that we use."""
+
+    path: Path
+    architecture: str
+    dtype: str
+    """Of the weights on disk: `float32`, `bfloat16` or `float16`."""
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    """Of the dense layers; 0: there are none."""
+    experts: ExpertConfig | None
+    num_heads: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    layers: tuple[LayerSpec, ...]
+    tie_embeddings: bool
+    attention_bias: bool
+    max_context: int
+    eos_token_ids: frozenset[int]
+    sampling: SamplingParams
+    """generation_config.json: how tokens are drawn for a request that does not say; temperature 0 with `do_sample: false`."""
+    vision: VisionConfig | None
+    image: ImageConfig | None
+    image_token_id: int | None
+    video_token_id: int | None
+    vision_start_token_id: int | None
+    vision_end_token_id: int | None
+
+    @property
+    def has_linear_layers(self) -> bool:
+        """True for hybrid models: a sequence then owns a state slot beside its blocks."""
+        return any(isinstance(layer, LinearLayer) for layer in self.layers)
+
+    @property
+    def intermediate_sizes(self) -> tuple[int, ...]:
+        """Of the dense layers, of the experts and of the shared expert, as far as there are any."""
+        experts = self.experts
+        sizes = (self.intermediate_size, *((experts.intermediate_size, experts.shared_size) if experts else ()))
+        return tuple(size for size in sizes if size)
+
+    def experts_of(self, layer: int) -> ExpertConfig | None:
+        """None: the layer is dense."""
+        return self.experts if self.experts is not None and layer in self.experts.layers else None

@@ -1,0 +1,62 @@
+"""The vision tower's part of config.json, and the image processor's file."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from slipstream.checkpoint.folder import read_json
+from slipstream.checkpoint.spec import ImageConfig, VisionConfig, WindowConfig
+from slipstream.errors import CheckpointError
+
+
+def vision(path: Path, config: dict[str, Any] | None) -> VisionConfig | None:
+    """Of `vision_config`; None without one. Raises CheckpointError."""
+    if not config:
+        return None
+    deepstack = tuple(int(block) for block in config.get("deepstack_visual_indexes") or ())
+    if list(deepstack) != sorted(set(deepstack) & set(range(int(config["depth"])))):
+        raise CheckpointError(f"{path / 'config.json'}: vision_config.deepstack_visual_indexes {list(deepstack)} must ascend "
+                              f"within the {config['depth']} blocks")
+    windows = _windows(path, config) if config.get("window_size") else None
+    activation = "gelu_pytorch_tanh" if windows is None else "silu"
+    if config.get("hidden_act", activation) != activation:
+        raise CheckpointError(f"{path / 'config.json'}: vision_config.hidden_act {config['hidden_act']!r} is not supported; "
+                              f"known: {activation}")
+    positions = int(config["num_position_embeddings"]) if windows is None else 0
+    if math.isqrt(positions) ** 2 != positions:
+        raise CheckpointError(f"{path / 'config.json'}: vision_config.num_position_embeddings {positions} is not a square")
+    return VisionConfig(
+        depth=int(config["depth"]), hidden_size=int(config["hidden_size"]), intermediate_size=int(config["intermediate_size"]),
+        num_heads=int(config["num_heads"]), patch_size=int(config["patch_size"]),
+        temporal_patch_size=int(config.get("temporal_patch_size", 2)), merge_size=int(config.get("spatial_merge_size", 2)),
+        out_hidden_size=int(config["out_hidden_size"]), num_position_embeddings=positions,
+        in_channels=int(config.get("in_channels", 3)), deepstack=deepstack, windows=windows)
+
+
+def _windows(path: Path, config: dict[str, Any]) -> WindowConfig:
+    side, rest = divmod(int(config["window_size"]), int(config["patch_size"]) * int(config.get("spatial_merge_size", 2)))
+    if not side or rest:
+        raise CheckpointError(f"{path / 'config.json'}: vision_config.window_size {config['window_size']} must be a multiple "
+                              "of patch_size * spatial_merge_size")
+    return WindowConfig(side=side, full_blocks=frozenset(int(block) for block in config["fullatt_block_indexes"]))
+
+
+def image(path: Path, vision: VisionConfig | None) -> ImageConfig | None:
+    """Of the image processor's file; where it has none, or says nothing, what its class assumes. Raises CheckpointError."""
+    if vision is None:
+        return None
+    processor = read_json(path / "preprocessor_config.json")
+    processor = processor or read_json(path / "processor_config.json").get("image_processor") or {}
+    size = processor.get("size") or {}
+    mean, std = processor.get("image_mean", [0.5] * 3), processor.get("image_std", [0.5] * 3)
+    for key, own in (("patch_size", vision.patch_size), ("merge_size", vision.merge_size)):
+        if int(processor.get(key, own)) != own:
+            raise CheckpointError(f"{path}: the image processor's {key} is {processor[key]}, the vision tower's {own}")
+    return ImageConfig(
+        min_pixels=int(size.get("shortest_edge", processor.get("min_pixels", 65536))),
+        max_pixels=int(size.get("longest_edge", processor.get("max_pixels", 16777216))),
+        patch_size=vision.patch_size,
+        merge_size=vision.merge_size,
+        mean=(float(mean[0]), float(mean[1]), float(mean[2])), std=(float(std[0]), float(std[1]), float(std[2])))
