@@ -11,7 +11,7 @@ import logging
 import os
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -24,14 +24,13 @@ from cache_transfer.channels.local import LocalChannel
 from cache_transfer.channels.rdma import RdmaChannel
 from cache_transfer.spans import Spans
 from cache_transfer.transfers import Transfers
-from slipstream.config import FaultsConfig, TransferConfig
-from slipstream.errors import ConfigError, IncompatibleError, SlipstreamError, TransferError
+from slipstream.config import TransferConfig
+from slipstream.errors import IncompatibleError, SlipstreamError, TransferError
 from slipstream.v1 import cache_store_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
 PROBE_BYTES = 4096
-KNOWN = "auto", "local", "rdma", "grpc"
 
 Ask = Callable[[pb.ProbeRequest], Awaitable[pb.ProbeReply]]
 
@@ -153,9 +152,6 @@ def open_paths(config: TransferConfig, extent: Spans, *, process: str, host: str
     `lands`: false for a rank that is only a source.
     Raises ConfigError.
     """
-    if config.channel not in KNOWN:
-        raise ConfigError(f"transfer.channel {config.channel!r} is unknown; known: {', '.join(KNOWN)}",
-                          field="transfer.channel")
     probe = Probe()
 
     def rdma() -> Channel:
@@ -166,7 +162,11 @@ def open_paths(config: TransferConfig, extent: Spans, *, process: str, host: str
 
     make: dict[str, Callable[[], Channel]] = {"local": LocalChannel, "rdma": rdma,
                                               "grpc": lambda: InlineChannel(config.frame_bytes)}
-    faults = Faults(config.faults) if config.faults != FaultsConfig() else None
+    on = {key: value for key, value in asdict(config.faults).items() if value and key != "seed"}
+    faults = Faults(config.faults) if on else None
+    if on:
+        logger.warning("[transfer.faults] is on, and makes sick what this rank sends: %s",
+                       ", ".join(f"{key}={value}" for key, value in on.items()))
     if config.channel != "auto":
         return Paths([make[config.channel]()], probe, faults)
     channels = []

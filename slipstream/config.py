@@ -6,8 +6,9 @@ import dataclasses
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from slipstream import typed
 from slipstream.errors import ConfigError
 from slipstream.types import Role
 
+CHANNELS = "auto", "local", "rdma", "grpc"
+ENGINES = "auto", "nixl", "mooncake"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -328,6 +331,22 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 _LABEL = re.compile(r"!?(?:in\([\w.-]+(?: *, *[\w.-]+)*\)|[\w.-]+)")
 
+_RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    ("at least 1", lambda value: value >= 1,
+     "engine.block_size engine.kv_cache_tokens engine.max_running engine.max_batch_tokens engine.threads engine.growth_tokens "
+     "transfer.frame_bytes router.max_in_flight debug.record_bytes"),
+    ("at least 0", lambda value: value >= 0,
+     "engine.state_snapshots transfer.image_store_bytes transfer.rdma.quarantine_seconds transfer.faults.delay_seconds "
+     "transfer.faults.stall_at_bytes transfer.faults.bytes_per_second"),
+    ("above 0", lambda value: value > 0,
+     "transfer.stall_seconds transfer.lease_seconds transfer.connect_seconds ray.unresponsive_seconds"),
+    ("in (0, 1]", lambda value: 0 < value <= 1, "transfer.parked_fraction"),
+    ("a share, 0 to 1", lambda value: 0 <= value <= 1,
+     "transfer.faults.drop transfer.faults.duplicate transfer.faults.corrupt transfer.faults.cut"),
+    ("0 to 65535", lambda value: 0 <= value < 65536, "router.port"),
+)
+"""What is allowed, the test of it, and the keys."""
+
 
 def _check(config: Config) -> None:
     """Ranges that a type cannot say."""
@@ -353,26 +372,13 @@ def _check(config: Config) -> None:
         if name == "router" or not re.fullmatch(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", name):
             raise ConfigError(f"pools.{name}: a pool's name is made of a-z, 0-9 and inner dashes, and is not `router`; "
                               "its replicas are called NAME-0, NAME-1 and so on", field="pools")
+    for allowed, holds, paths in _RANGES:
+        for path in paths.split():
+            if not holds(value := attrgetter(path)(config)):
+                raise ConfigError(f"{path} must be {allowed}, not {value:g}", field=path)
+    for path, known in (("transfer.channel", CHANNELS), ("transfer.rdma.engine", ENGINES)):
+        typed.check_name(attrgetter(path)(config), known, path)
     engine = config.engine
-    positive = {
-        "engine.block_size": engine.block_size, "engine.kv_cache_tokens": engine.kv_cache_tokens,
-        "engine.max_running": engine.max_running, "engine.max_batch_tokens": engine.max_batch_tokens,
-        "engine.threads": engine.threads, "engine.growth_tokens": engine.growth_tokens,
-        "transfer.frame_bytes": config.transfer.frame_bytes, "router.max_in_flight": config.router.max_in_flight,
-        "debug.record_bytes": config.debug.record_bytes,
-    }
-    faults = config.transfer.faults
-    for key in ("drop", "duplicate", "corrupt", "cut"):
-        if not 0 <= getattr(faults, key) <= 1:
-            raise ConfigError(f"transfer.faults.{key} is a share, 0 to 1, not {getattr(faults, key)}",
-                              field=f"transfer.faults.{key}")
-    for key in ("delay_seconds", "stall_at_bytes", "bytes_per_second"):
-        if getattr(faults, key) < 0:
-            raise ConfigError(f"transfer.faults.{key} must be at least 0, not {getattr(faults, key)}",
-                              field=f"transfer.faults.{key}")
-    for name, value in positive.items():
-        if value <= 0:
-            raise ConfigError(f"{name} must be at least 1, not {value}", field=name)
     if config.transfer.frame_bytes > 32 << 20:
         raise ConfigError(f"transfer.frame_bytes must be at most 32 MiB, half of the longest message, not "
                           f"{config.transfer.frame_bytes}", field="transfer.frame_bytes")
@@ -380,20 +386,9 @@ def _check(config: Config) -> None:
         raise ConfigError(f"engine.max_running ({engine.max_running}) must not exceed engine.max_batch_tokens "
                           f"({engine.max_batch_tokens}): every running sequence decodes one token a step",
                           field="engine.max_running")
-    if engine.state_snapshots < 0:
-        raise ConfigError(f"engine.state_snapshots must be at least 0, not {engine.state_snapshots}",
-                          field="engine.state_snapshots")
-    if not 0 < config.transfer.parked_fraction <= 1:
-        raise ConfigError(f"transfer.parked_fraction must be in (0, 1], not {config.transfer.parked_fraction}",
-                          field="transfer.parked_fraction")
     if "://" in config.ray.address:
         raise ConfigError(f"ray.address must be host:port of the cluster's head, not {config.ray.address!r}",
                           field="ray.address")
     if not re.fullmatch(r"[A-Za-z0-9_-]+", config.ray.deployment):
         raise ConfigError(f"ray.deployment must be made of letters, digits, - and _, not {config.ray.deployment!r}",
                           field="ray.deployment")
-    if config.ray.unresponsive_seconds <= 0:
-        raise ConfigError(f"ray.unresponsive_seconds must be positive, not {config.ray.unresponsive_seconds:g}",
-                          field="ray.unresponsive_seconds")
-    if not 0 <= config.router.port < 65536:
-        raise ConfigError(f"router.port must be 0 to 65535, not {config.router.port}", field="router.port")

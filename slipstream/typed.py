@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
+import math
 import tomllib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slipstream.errors import ConfigError
@@ -71,14 +72,23 @@ def build(kind: Any, data: Any, path: str, where: str) -> Any:
 def _scalar(kind: Any, data: Any, path: str, where: str) -> Any:
     if issubclass(kind, enum.Enum):
         known = [each.value for each in kind]
-        if data not in known:
-            raise ConfigError(f"{path} in {where} must be one of {', '.join(known)}, not {data!r}", field=path)
+        check_name(data, known, path)
         return kind(data)
     if kind is float and isinstance(data, int) and not isinstance(data, bool):
         return float(data)
     if not isinstance(data, kind) or (kind is not bool and isinstance(data, bool)):
         raise ConfigError(f"{path} in {where} must be {_WORDS[kind]}, not {data!r}", field=path)
+    if kind is float and not math.isfinite(data):
+        raise ConfigError(f"{path} in {where} must be finite, not {data}", field=path)
     return data
+
+
+def check_name(data: Any, known: Sequence[str], path: str) -> None:
+    """Raises ConfigError for what is not among `known`, with the closest one."""
+    if data not in known:
+        near = difflib.get_close_matches(str(data), known, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"{path} must be one of {', '.join(known)}, not {data!r}{hint}", field=path)
 
 
 def _join(path: str, key: str) -> str:

@@ -9,10 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from cache_transfer import spans
 from cache_transfer.channels import engines
 from cache_transfer.channels.engines import choose_engine
 from cache_transfer.channels.engines.base import Address, parse
 from cache_transfer.channels.engines.environment import interface, set_environment
+from cache_transfer.paths import open_paths
+from slipstream import config
+from slipstream.config import FaultsConfig, TransferConfig
 from slipstream.errors import ConfigError, IncompatibleError, TransferError
 
 
@@ -45,6 +49,17 @@ def test_none_says_what_to_install(monkeypatch: pytest.MonkeyPatch, name: str) -
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="known: auto, nixl, mooncake"):
         choose_engine("ucx", host="h", process="p")
+
+
+def test_the_configuration_knows_the_same_names() -> None:
+    assert config.ENGINES == ("auto", *engines.KNOWN)
+
+
+def test_faults_that_are_on_are_named_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
+    for faults in (FaultsConfig(seed=3), FaultsConfig(seed=3, drop=0.5, stall_at_bytes=7)):
+        open_paths(TransferConfig(channel="grpc", faults=faults), spans.EMPTY, process="p")
+    told = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert len(told) == 1 and told[0].getMessage().endswith(": drop=0.5, stall_at_bytes=7")
 
 
 def test_importing_the_engines_loads_no_library() -> None:
