@@ -153,7 +153,7 @@ class Leg:
         await self.part(frames.control(busy=pb.Busy(reason="it gave this attempt up")))
         if self.over:
             return
-        self.record.quarantined = began = time.monotonic()
+        self.record.quarantine(began := time.monotonic())
         logger.warning("the source of %s does not say that it has stopped writing; its memory is kept from use", request_id)
         fence = asyncio.create_task(self._fence())
         ended = asyncio.create_task(self._has_ended())

@@ -50,6 +50,9 @@ class Paths:
     def __init__(self, channels: Sequence[Channel], probe: Probe | None = None, faults: Faults | None = None) -> None:
         """`channels`: the one to be preferred first. `probe`: memory that they can move. `faults`: of all that goes out."""
         self._channels = {channel.name: channel if faults is None else faults.channel(channel) for channel in channels}
+        self.offers = [f"{channel.name}/{channel.engine}" if isinstance(channel, RdmaChannel) else channel.name
+                       for channel in channels]
+        """What a peer has to offer too, one of them, for the router and the log."""
         self.transfers = Transfers()
         """What moves on them, both ways."""
         self._probe = probe or Probe()
@@ -97,6 +100,7 @@ class Paths:
                 return Way(channel, theirs[name])
             logger.warning("%s cannot be read by %s: %s", peer, name, reason)
             failed.append(f"{name}: {reason}")
+        logger.warning("there is no channel to %s: it offers %s, this rank %s", peer, ", ".join(theirs), ", ".join(self.offers))
         raise TransferError(f"there is no channel to {peer}: {'; '.join(failed)}")
 
     async def _try(self, channel: Channel, peer: bytes, ask: Ask) -> str:

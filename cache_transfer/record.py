@@ -35,6 +35,7 @@ class StreamRecord:
     peer_rank: int
     opened: float
     on_end: Callable[[StreamRecord], None] = field(repr=False)
+    on_quarantine: Callable[[StreamRecord], None] = field(repr=False)
     channel: str = ""
     """Empty before the source has agreed to it."""
     begun: float | None = None
@@ -56,6 +57,11 @@ class StreamRecord:
         if self.ended is None:
             self.ended, self.outcome = now, self.outcome or outcome
             self.on_end(self)
+
+    def quarantine(self, now: float) -> None:
+        """It is given up, and the landing kept from use."""
+        self.quarantined = now
+        self.on_quarantine(self)
 
     @property
     def phase(self) -> str:

@@ -148,6 +148,11 @@ class CacheStore:
         """The streams of this rank, both ways."""
         return self._paths.transfers
 
+    @property
+    def channels(self) -> list[str]:
+        """What this rank offers, best first."""
+        return self._paths.offers
+
     def _forget(self, transfer: SourceTransfer) -> None:
         self._transfers.pop(transfer.transfer_id, None)
         self._bury(transfer.transfer_id, transfer.error or TransferError(f"transfer {transfer.transfer_id} is over"))

@@ -30,7 +30,7 @@ class Transfers:
              now: float, channel: str = "") -> StreamRecord:
         """A stream begins; it is in flight until its record's `end`."""
         record = StreamRecord(side=side, request_id=request_id[:MAX_NAME], transfer_id=transfer_id[:MAX_NAME], attempt=attempt,
-                              rank=rank, peer=peer[:MAX_NAME], peer_rank=peer_rank, opened=now, on_end=self._ended,
+                              rank=rank, peer=peer[:MAX_NAME], peer_rank=peer_rank, opened=now, on_end=self._ended, on_quarantine=self._quarantined,
                               channel=channel)
         self._in_flight[record] = None
         return record
@@ -44,6 +44,10 @@ class Transfers:
         if self.metrics is not None:
             self.metrics.channel_tried(channel, result)
 
+    def _quarantined(self, record: StreamRecord) -> None:
+        if self.metrics is not None:
+            self.metrics.quarantine_began(record.channel)
+
     def _ended(self, record: StreamRecord) -> None:
         del self._in_flight[record]
         said = {name: getattr(record, name) for name in ("request_id", "transfer_id", "attempt", "side", "rank", "peer",
@@ -51,7 +55,7 @@ class Transfers:
         times = {f"{event}_seconds": round(after, 6) for event, after in record.since_open().items()}
         logger.info("transfer ended: %s", record.outcome, extra={**said, **times})
         if self.metrics is not None:
-            self.metrics.stream_ended(record.side, record.channel, record.outcome, quarantined=record.quarantined is not None)
+            self.metrics.stream_ended(record.side, record.channel, record.outcome)
             if record.outcome == COMMITTED:
                 self.metrics.stream_committed(record.side, record.channel, record.steps(), kv_bytes=record.kv_bytes,
                                               state_bytes=record.state_bytes)

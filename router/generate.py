@@ -335,8 +335,8 @@ class Generation:
             return
         run = self._runs[number]
         try:
-            replica = policy.another_decode(self._workers.views(), run.pair[Role.PREFILL].compatibility_hash,
-                                            not_now=run.busy, turn=run.handle)
+            replica = policy.another_decode(self._workers.views(), run.pair[Role.PREFILL], not_now=run.busy,
+                                            turn=run.handle)
         except SlipstreamError as error:
             self.act(self.dispatch.broken(number, error))
             return

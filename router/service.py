@@ -75,6 +75,7 @@ class RouterService:
         self._recorder = (Recorder(Path(config.debug.record_dir), "router", config.debug.record_bytes)
                           if config.debug.record_dir else None)
         self.draining = False
+        self._missing = ""  # when a worker last came or went
         self.created = int(time.time())
         self._threads = ThreadPoolExecutor(PROMPT_THREADS, thread_name_prefix="prompt")
         self._thread_free = asyncio.Semaphore(PROMPT_THREADS)
@@ -161,7 +162,7 @@ class RouterService:
             raise ModelNotFoundError(f"the model that was asked for is not served here; this router serves {self.model_name}",
                                      field="model")
         if reason := self.problem():
-            raise UnavailableError(f"{reason}; try again soon", retry_after_seconds=1.0)
+            raise policy.refusal(reason)
         self.limits.admit()
         self._idle.clear()
         self.metrics.in_flight.set(self.limits.in_flight)
@@ -258,6 +259,9 @@ class RouterService:
     def _workers_changed(self) -> None:
         for role in Role:
             self.metrics.replicas.labels(role.value).set(self.workers.count(role))
+        before, self._missing = self._missing, policy.missing(self.workers.views())
+        if self._missing != before and self._missing.startswith(policy.MISFIT):
+            logger.warning(self._missing)
 
     def status(self) -> dict[str, Any]:
         """What `slipstream status` shows."""
@@ -310,6 +314,7 @@ def _describe(link: WorkerLink) -> dict[str, Any]:
         "replica_id": info.replica_id, "role": view.role.value, "state": "draining" if link.draining else "ready",
         "address": link.address, "epoch": info.epoch, "pid": info.pid, "model": info.model_name, "dtype": info.dtype,
         "device": info.device, "version": info.version, "compatibility_hash": info.compatibility_hash,
+        "channels": list(info.channels),
         "metrics_address": info.metrics_address, "total_blocks": info.total_blocks, "total_state_slots": info.total_state_slots,
         "load": {"waiting": load.waiting, "running": load.running, "parked": load.parked, "free_blocks": load.free_blocks,
                  "free_state_slots": load.free_state_slots}}

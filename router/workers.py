@@ -110,6 +110,7 @@ class WorkerLink:
         if info is None:
             return None
         return Replica(id=self.address, role=convert.role_from_pb(info.role), compatibility_hash=info.compatibility_hash,
+                       block_size=info.block_size, dtype=info.dtype, channels=frozenset(info.channels),
                        draining=self.draining, waiting=load.waiting, running=load.running, free_blocks=load.free_blocks,
                        in_flight=len(self._sinks))
 

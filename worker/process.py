@@ -83,7 +83,7 @@ async def _serve(arguments: argparse.Namespace, identity: Identity, replica: Rep
     store, loader = replica.channel_ends(replica_id=identity.replica_id, epoch=identity.epoch,
                                          host=split_address(arguments.listen)[0], security=trusted)
     service = mount(identity, replica, store, loader)
-    service.transfers = RankTransfers(store.transfers, trusted)
+    service.channels, service.transfers = store.channels, RankTransfers(store.transfers, trusted)
     store.transfers.metrics = TransferMetrics(service.metrics.registry, identity.role, store.transfers.quarantined)
     server = new_server(trusted)
     service.add_to(server)

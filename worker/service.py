@@ -60,6 +60,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         """Where peers and routers reach this process; set once it listens."""
         self.other_addresses: list[str] = []
         """Where the CacheStores of the replica's other ranks listen, by rank."""
+        self.channels: list[str] = []
+        """Of the CacheStore; set before it listens."""
         self.transfers = RankTransfers(Transfers())
         """Of rank 0; set before it listens."""
         self.metrics_address = ""
@@ -197,7 +199,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             total_state_slots=replica.capacity.total_state_slots, max_context=replica.max_context,
             max_running=replica.config.engine.max_running, draining=self._jobs.draining, pid=os.getpid(),
             version=slipstream.__version__, device=str(replica.device), dtype=replica.dtype,
-            tensor_parallel=replica.geometry.tp, pipeline_parallel=replica.geometry.pp, metrics_address=self.metrics_address)
+            tensor_parallel=replica.geometry.tp, pipeline_parallel=replica.geometry.pp, metrics_address=self.metrics_address,
+            channels=self.channels)
 
     def _fixed_fields(self) -> dict[str, str]:
         """What does not change, for the log and the metrics. A prefix is found again in whole blocks only, and a prompt of a

@@ -60,6 +60,11 @@ class RdmaChannel:
         self._address = msgspec.msgpack.encode(_Address(process=self._here, engine=engine.address()))
         return engine
 
+    @property
+    def engine(self) -> str:
+        """Its name: both sides need the same."""
+        return self._engine.name
+
     def address(self) -> bytes:
         """This process and its engine; another one after a renewal."""
         return self._address

@@ -35,11 +35,13 @@ class TransferMetrics:
         kept = Gauge(f"{PREFIX}quarantined", "Landings that are kept from use now.", ("role",), registry=registry)
         kept.labels(self._role).set_function(quarantined)
 
-    def stream_ended(self, side: str, channel: str, outcome: str, *, quarantined: bool) -> None:
+    def quarantine_began(self, channel: str) -> None:
+        """Count one landing."""
+        self._quarantines.labels(self._role, channel).inc()
+
+    def stream_ended(self, side: str, channel: str, outcome: str) -> None:
         """Count one stream."""
         self._streams.labels(self._role, side, channel or NO_CHANNEL, outcome).inc()
-        if quarantined:
-            self._quarantines.labels(self._role, channel).inc()
 
     def stream_committed(self, side: str, channel: str, steps: Mapping[str, float], *, kv_bytes: int, state_bytes: int) -> None:
         """Take the measures of one that moved a prompt's state into use."""

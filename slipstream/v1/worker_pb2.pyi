@@ -138,6 +138,7 @@ class WorkerInfo(_message.Message):
     TENSOR_PARALLEL_FIELD_NUMBER: _builtins.int
     PIPELINE_PARALLEL_FIELD_NUMBER: _builtins.int
     METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
+    CHANNELS_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     epoch: _builtins.int
     """differs after every restart of the gang"""
@@ -166,6 +167,10 @@ class WorkerInfo(_message.Message):
     def cache_store_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """one per rank, in rank order"""
 
+    @_builtins.property
+    def channels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """of the cache store: "grpc", "local", "rdma/ENGINE"; none: not told"""
+
     def __init__(
         self,
         *,
@@ -188,10 +193,11 @@ class WorkerInfo(_message.Message):
         tensor_parallel: _builtins.int = ...,
         pipeline_parallel: _builtins.int = ...,
         metrics_address: _builtins.str = ...,
+        channels: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cache_store_addresses", b"cache_store_addresses", "compatibility_hash", b"compatibility_hash", "device", b"device", "draining", b"draining", "dtype", b"dtype", "epoch", b"epoch", "max_context", b"max_context", "max_running", b"max_running", "metrics_address", b"metrics_address", "model_name", b"model_name", "pid", b"pid", "pipeline_parallel", b"pipeline_parallel", "replica_id", b"replica_id", "role", b"role", "tensor_parallel", b"tensor_parallel", "total_blocks", b"total_blocks", "total_state_slots", b"total_state_slots", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cache_store_addresses", b"cache_store_addresses", "channels", b"channels", "compatibility_hash", b"compatibility_hash", "device", b"device", "draining", b"draining", "dtype", b"dtype", "epoch", b"epoch", "max_context", b"max_context", "max_running", b"max_running", "metrics_address", b"metrics_address", "model_name", b"model_name", "pid", b"pid", "pipeline_parallel", b"pipeline_parallel", "replica_id", b"replica_id", "role", b"role", "tensor_parallel", b"tensor_parallel", "total_blocks", b"total_blocks", "total_state_slots", b"total_state_slots", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

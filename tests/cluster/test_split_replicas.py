@@ -91,6 +91,7 @@ async def test_a_request_that_never_fits_is_refused_for_good(cluster: Cluster, b
 async def test_other_block_sizes_never_pair(cluster: Cluster, both: Pair) -> None:
     async with pair(both.prefill.address, cluster.processes["decode-2"].address) as odd:
         assert odd.decode.info.compatibility_hash != odd.prefill.info.compatibility_hash
+        assert "grpc" in set(odd.decode.info.channels) & set(odd.prefill.info.channels)
         to_prefill, to_decode = await odd.submits(SHORT)
         one, leg = await odd.prefill.submit(to_prefill), await odd.decode.submit(to_decode)
         failed = await leg.failed(5)

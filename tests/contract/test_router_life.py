@@ -110,6 +110,17 @@ def test_status_with_the_insides_of_workers_names_the_one_that_does_not_answer(r
     assert shown[""]["state"] == "disconnected"
 
 
+def test_sides_without_a_channel_in_common_are_told_at_once(router: Front, stage: Stage) -> None:
+    workers = [stage.worker(Role.PREFILL, channels=["rdma/nixl"]),
+               stage.worker(Role.DECODE, channels=["local", "rdma/mooncake"])]
+    router.start([worker.address for worker in workers])
+    stage.until(lambda: all(one["state"] == "ready" for one in replicas(router)), "both are connected", 10)
+    says = "prefill offers the channels rdma/nixl, decode local, rdma/mooncake; set transfer.channel and transfer.rdma.engine"
+    assert says in str(router.until_healthy(503))
+    assert says in router.chat().text
+    assert [one["channels"] for one in replicas(router)] == [["rdma/nixl"], ["local", "rdma/mooncake"]]
+
+
 def test_hashes_must_be_equal(router: Front, stage: Stage) -> None:
     ours = [
         stage.worker(Role.PREFILL, compatibility_hash="a"),
@@ -118,8 +129,10 @@ def test_hashes_must_be_equal(router: Front, stage: Stage) -> None:
     other = stage.worker(Role.PREFILL, compatibility_hash="b", replica_id="prefill-1")
     router.start([worker.address for worker in ours])
     stage.until(lambda: all(one["state"] == "ready" for one in replicas(router)), "both are connected", 10)
-    assert "hash" in str(router.until_healthy(503))
-    assert router.chat().status_code == 503
+    assert "hashes differ, a at prefill and b at decode" in str(router.until_healthy(503))
+    answer = router.chat()
+    assert answer.status_code == 503
+    assert "soon" not in answer.text
     router.start([worker.address for worker in (*ours, other)])
     router.until_healthy()
     for _ in range(4):

@@ -230,7 +230,7 @@ async def test_a_landing_that_is_kept_from_use_stays_in_flight(ended: Ended) -> 
         load = asyncio.create_task(here.load("t"))
         site.compute(transfer)
         await here_has(of(here), "quarantined")
-        assert shown("quarantined") == 1
+        assert (shown("quarantined"), shown("quarantines_total", channel="grpc")) == (1, 1), "it counts as it begins"
         assert [(line["side"], line["outcome"]) for line in ended.lines] == [(SENT, "lost")]
         channel.up.set()
         with pytest.raises(TransferError):
@@ -240,7 +240,7 @@ async def test_a_landing_that_is_kept_from_use_stays_in_flight(ended: Ended) -> 
     assert (shown("quarantined"), shown("quarantines_total", channel="grpc")) == (0, 1)
 
 
-async def test_channels_that_were_tried_in_vain_are_counted() -> None:
+async def test_channels_that_were_tried_in_vain_are_counted_and_told(caplog: pytest.LogCaptureFixture) -> None:
     class Named(CountingChannel):
         def __init__(self, name: str) -> None:
             super().__init__()
@@ -256,3 +256,7 @@ async def test_channels_that_were_tried_in_vain_are_counted() -> None:
     for channel, result in (("local", "not_offered"), ("rdma", "failed"), ("grpc", "chosen")):
         labels = {"role": "decode", "channel": channel, "result": result}
         assert registry.get_sample_value("slipstream_worker_channel_choices_total", labels) == 1
+    with pytest.raises(TransferError, match="no channel to p0"):
+        await paths.choose({"mori": b"", "rdma": b"somewhere"}, "p0", broken)
+    assert caplog.records[-1].levelname == "WARNING"
+    assert caplog.records[-1].getMessage().endswith("it offers mori, rdma, this rank local, rdma, grpc")

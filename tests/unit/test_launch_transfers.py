@@ -80,7 +80,7 @@ def test_who_does_not_tell_is_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 def record(ended: list[StreamRecord]) -> StreamRecord:
     return StreamRecord(side=SEND, request_id="r", transfer_id="t", attempt=0, rank=0, peer="d", peer_rank=0, opened=10.0,
-                        on_end=ended.append)
+                        on_end=ended.append, on_quarantine=ended.append)
 
 
 @given(st.lists(st.none() | st.floats(0, 5), min_size=4, max_size=4))

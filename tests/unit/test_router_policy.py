@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,19 +17,44 @@ from slipstream.types import Role
 P, D = Role.PREFILL, Role.DECODE
 
 
-def replica(name: str, role: Role, compatibility_hash: str = "a", **more: int | bool) -> Replica:
-    return Replica(id=name, role=role, compatibility_hash=compatibility_hash, **more)  # type: ignore[arg-type]
+def replica(name: str, role: Role, compatibility_hash: str = "a", **more: Any) -> Replica:
+    return Replica(id=name, role=role, compatibility_hash=compatibility_hash, **more)
 
 
 def test_what_is_missing_is_named() -> None:
     assert "prefill" in missing([])
     assert "decode" in missing([])
     assert "decode" in missing([replica("p", P), replica("d", D, draining=True)])
-    assert "hash" in missing([replica("p", P, "a"), replica("d", D, "b")])
     assert missing([replica("p", P), replica("d", D)]) == ""
     with pytest.raises(UnavailableError, match="decode") as caught:
         choose([replica("p", P)], turn=0)
     assert caught.value.retry_after_seconds
+
+
+@pytest.mark.parametrize(("prefill", "decode", "says"), [
+    ({"compatibility_hash": "b", "block_size": 16}, {"block_size": 32}, "block_size is 16 at prefill and 32 at decode; set it"),
+    ({"compatibility_hash": "b", "dtype": "float32"}, {"dtype": "bfloat16"}, "model.dtype is float32 at prefill and bfloat16"),
+    ({"compatibility_hash": "b"}, {}, "hashes differ, b at prefill and a at decode; serve the same weights"),
+    ({"channels": frozenset({"rdma/nixl"})}, {"channels": frozenset({"rdma/mooncake", "local"})},
+     "prefill offers the channels rdma/nixl, decode local, rdma/mooncake; set transfer.channel and transfer.rdma.engine to"),
+])
+def test_what_keeps_the_sides_apart_is_named_with_both_values_and_is_not_said_to_pass(
+        prefill: dict[str, Any], decode: dict[str, Any], says: str) -> None:
+    replicas = [replica("p", P, **prefill), replica("d", D, **decode)]
+    assert says in missing(replicas)
+    with pytest.raises(UnavailableError, match="fit together") as caught:
+        choose(replicas, turn=0)
+    assert "soon" not in caught.value.message
+    with pytest.raises(UnavailableError):
+        another_decode(replicas, replicas[0], not_now=(), turn=0)
+
+
+def test_a_pair_has_a_channel_in_common_if_both_tell() -> None:
+    local, grpc = frozenset({"local"}), frozenset({"grpc"})
+    replicas = [replica("p0", P, channels=grpc), replica("p1", P, in_flight=9, channels=local | {"rdma/nixl"}),
+                replica("d", D, channels=local)]
+    assert choose(replicas, turn=0).prefill.id == "p1"
+    assert choose([*replicas, replica("old", D)], turn=0).prefill.id == "p0"
 
 
 def test_a_pair_fits_together_and_is_the_least_loaded() -> None:
@@ -52,10 +79,10 @@ def test_equals_take_turns() -> None:
 
 def test_another_decode_is_another_if_there_is_one() -> None:
     replicas = [replica("d0", D), replica("d1", D, in_flight=9), replica("d2", D, "b")]
-    assert another_decode(replicas, "a", not_now={"d0"}, turn=0).id == "d1"
-    assert another_decode(replicas, "a", not_now={"d0", "d1"}, turn=0).id == "d0"
+    assert another_decode(replicas, replica("p", P), not_now={"d0"}, turn=0).id == "d1"
+    assert another_decode(replicas, replica("p", P), not_now={"d0", "d1"}, turn=0).id == "d0"
     with pytest.raises(UnavailableError):
-        another_decode(replicas, "c", not_now=set(), turn=0)
+        another_decode(replicas, replica("p", P, "c"), not_now=set(), turn=0)
 
 
 def test_replicas_that_failed_are_avoided_while_there_are_others() -> None:

@@ -41,7 +41,8 @@ class Rig:
 def transfer(registry: CollectorRegistry) -> TransferMetrics:
     """Of one stream that was committed after a quarantine, so that every label is there."""
     metrics = TransferMetrics(registry, Role.DECODE, lambda: 3)
-    metrics.stream_ended("receive", "grpc", "committed", quarantined=True)
+    metrics.stream_ended("receive", "grpc", "committed")
+    metrics.quarantine_began("grpc")
     metrics.stream_committed("receive", "grpc", {"begin": 0.5, "end": 2.0}, kv_bytes=4096, state_bytes=0)
     metrics.channel_tried("grpc", "chosen")
     return metrics
@@ -140,7 +141,7 @@ def test_a_leg_is_measured_as_its_role_does() -> None:
 def test_a_stream_is_measured_by_step_and_kind() -> None:
     registry = CollectorRegistry()
     metrics = transfer(registry)
-    metrics.stream_ended("send", "", "incompatible", quarantined=False)
+    metrics.stream_ended("send", "", "incompatible")
     labels = {"role": "decode", "side": "receive", "channel": "grpc"}
 
     def shown(name: str, **more: str) -> float | None:

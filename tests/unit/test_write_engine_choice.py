@@ -52,14 +52,15 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 
 
 def test_the_configuration_knows_the_same_names() -> None:
-    assert config.ENGINES == ("auto", *engines.KNOWN)
+    assert ("auto", *engines.KNOWN) == config.ENGINES
 
 
 def test_faults_that_are_on_are_named_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
     for faults in (FaultsConfig(seed=3), FaultsConfig(seed=3, drop=0.5, stall_at_bytes=7)):
         open_paths(TransferConfig(channel="grpc", faults=faults), spans.EMPTY, process="p")
     told = [record for record in caplog.records if record.levelname == "WARNING"]
-    assert len(told) == 1 and told[0].getMessage().endswith(": drop=0.5, stall_at_bytes=7")
+    assert len(told) == 1
+    assert told[0].getMessage().endswith(": drop=0.5, stall_at_bytes=7")
 
 
 def test_importing_the_engines_loads_no_library() -> None:
