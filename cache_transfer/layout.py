@@ -16,7 +16,7 @@ import xxhash
 from slipstream.sharding import Geometry, Shard
 from slipstream.types import AttentionLayer, LayerSpec
 
-PROTOCOL_VERSION = "2"
+PROTOCOL_VERSION = "3"
 MEMORY_ORDER = "kv[block,head,k|v,token,channel] conv[slot,q|k|v,column] recurrent[slot,value_head,key,value]"
 
 Cut = tuple[tuple[int, int], ...]

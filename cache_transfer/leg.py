@@ -20,7 +20,7 @@ from cache_transfer import frames
 from cache_transfer.links import Link
 from cache_transfer.paths import Way
 from cache_transfer.record import StreamRecord
-from slipstream.errors import TransferError
+from slipstream.errors import SlipstreamError, StalledError, TransferError, by_code
 from slipstream.v1 import cache_store_pb2 as pb
 
 logger = logging.getLogger(__name__)
@@ -75,8 +75,20 @@ class Leg:
         """The next frame. Raises TransferError if the source ended the stream, else as `write`."""
         frame = await self._next()
         if not isinstance(frame, bytes):  # grpc's EOF marker
-            raise TransferError("the source ended the Transfer before it was complete")
+            raise TransferError(f"the source ended the Transfer before it was complete; {self.progress}")
         return frame
+
+    @property
+    def progress(self) -> str:
+        """How much has come by now, for an error."""
+        record = self.record
+        total = "?" if record.total_bytes is None else record.total_bytes
+        return (f"{record.kv_bytes + record.state_bytes} of {total} bytes had come {time.monotonic() - record.opened:.1f} s "
+                "after it was opened")
+
+    def failure(self, told: pb.Failed) -> SlipstreamError:
+        """What the source failed of."""
+        return by_code(told.code, f"{told.message}; {self.progress}" if told.code == StalledError.code else told.message)
 
     async def _next(self) -> object:
         if self._reading is None:

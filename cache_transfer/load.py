@@ -35,7 +35,6 @@ from slipstream.errors import (
     ProtocolError,
     SlipstreamError,
     TransferError,
-    by_code,
 )
 from slipstream.rpc.security import OPEN, Security
 from slipstream.sharding import Shard
@@ -190,6 +189,7 @@ class CacheLoader:
     async def _stream(self, address: str, source: Shard, copies: Sequence[plan.Copy], opened: pb.Open, deadline: float,
                       arrival: _Arrival, *, decides: bool) -> Loaded:
         """Read one source rank's part."""
+        leg: Leg | None = None
         try:
             async with self._links.use(address, opened.epoch) as link:
                 if link.shard != source:
@@ -211,7 +211,8 @@ class CacheLoader:
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise DeadlineError(_LATE) from error
-            raise TransferError(f"the Transfer from {address} broke: {error.code().name} {error.details()}") from error
+            so_far = f"; {leg.progress}" if leg is not None else ""
+            raise TransferError(f"the Transfer from {address} broke: {error.code().name} {error.details()}{so_far}") from error
         except asyncio.CancelledError:
             if is_cancelled():
                 raise
@@ -245,12 +246,14 @@ class CacheLoader:
                     leads: bool) -> Handoff | None:
         """Until a stream's part is here and verified; the Handoff of the one that leads."""
         handoff: Handoff | None = None
+        unproven = False  # bytes were read here from a memory that the source may have given up before
         while True:
             frame = frames.parse(await leg.read())
             if isinstance(frame, frames.Data):
                 coverage.check(frame.ranges)
                 target = memory.spans(landing, frame.ranges)
                 leg.way.channel.land(leg.way.peer, frame.payload, target)
+                unproven |= leg.way.channel.pulls and frame.checksum is None
                 if frame.checksum is not None and frame.checksum != spans.checksum(target):
                     raise CoverageError(f"{memory.named(frame.ranges)}: the checksum of the bytes that arrived is not that of "
                                         "those that were sent")
@@ -265,12 +268,16 @@ class CacheLoader:
                 case "handoff" if handoff is None and leads:
                     handoff = frames.handoff_from_pb(frame.handoff)
                 case "failed":
-                    raise by_code(frame.failed.code, frame.failed.message)
+                    raise leg.failure(frame.failed)
                 case "sent":
                     if leads:
                         _check(handoff, coverage.num_tokens)
                     if handoff is None or not handoff.finished:  # a finished prompt's bytes are not needed, nor all sent
                         coverage.verify(frame.sent.kv_bytes, frame.sent.state_bytes)
+                        if unproven:
+                            unproven = False
+                            await leg.write(frames.control(landed=pb.Landed()))
+                            continue
                     return handoff
                 case other:
                     raise ProtocolError(f"{other} in the middle of a transfer")
@@ -280,7 +287,7 @@ class CacheLoader:
         if isinstance(frame, frames.Data):
             raise ProtocolError(f"data before {kind}")
         if frame.WhichOneof("message") == "failed":
-            raise by_code(frame.failed.code, frame.failed.message)
+            raise leg.failure(frame.failed)
         if frame.WhichOneof("message") != kind:
             raise ProtocolError(f"{frame.WhichOneof('message')} instead of {kind}")
         return frame

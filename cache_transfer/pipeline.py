@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
-from cache_transfer.channels.base import Buffer, LostError, UnsettledError
+from cache_transfer.channels.base import Buffer, StuckError, UnsettledError
 
 Send = Coroutine[Any, Any, Sequence[Buffer]]
 """A channel's `send`: the payload of its frame."""
@@ -50,7 +50,7 @@ class Pipeline:
             async with asyncio.timeout(self._stall_seconds):
                 await sent
         except TimeoutError as error:
-            raise LostError(f"the destination took nothing for {self._stall_seconds} s") from error
+            raise StuckError(f"the transfer stalled: nothing moved for {self._stall_seconds:g} s") from error
 
     async def settle(self) -> None:
         """Give up what is under way and wait for that: the destination's memory is its until then. Raises UnsettledError."""

@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 
 from cache_transfer import frames, plan
-from cache_transfer.channels.base import LostError, UnsettledError
+from cache_transfer.channels.base import LostError, StuckError, UnsettledError
 from cache_transfer.handoff import Handoff
 from cache_transfer.memory import CacheMemory
 from cache_transfer.paths import Paths
@@ -32,6 +32,7 @@ from slipstream.errors import (
     LeaseExpiredError,
     ProtocolError,
     SlipstreamError,
+    StalledError,
     TransferError,
 )
 from slipstream.sharding import Geometry, Shard
@@ -151,9 +152,11 @@ class SourceTransfer:
 
     async def serve(self, opened: pb.Open, read: Read, write: Write, record: StreamRecord) -> None:
         """Hold the transfer for one destination rank until all of them are done, or one is busy or lost, or a higher attempt
-        supersedes them. `opened` names a rank that passed `plan.check`."""
+        supersedes them. `opened` names a rank that passed `plan.check`. Raises what the destination has to be told of this
+        stream, or UnsettledError."""
         stream = self._join(opened, read, write, record)
-        reason, unsettled = DESTINATION_LOST, False
+        reason = DESTINATION_LOST
+        end: StalledError | UnsettledError | None = None
         try:
             async with asyncio.timeout(opened.remaining_ms / 1000):
                 await stream.converse()
@@ -166,7 +169,10 @@ class SourceTransfer:
                 reason = str(error)
             if isinstance(error, BusyPeerError):
                 record.outcome = BUSY
-            unsettled = isinstance(error, UnsettledError)
+            if isinstance(error, StuckError):  # the prompt is well, but the destination has to hear of it
+                end, record.outcome = StalledError(reason), StalledError.code
+            elif isinstance(error, UnsettledError):
+                end = error
         except asyncio.CancelledError:
             if self._holds(stream) and not self._over:
                 raise  # by the gRPC server: the stream broke
@@ -178,8 +184,8 @@ class SourceTransfer:
             record.end(time.monotonic(), self._outcome(stream))
             if self._holds(stream) and not self._over:
                 self._settle(stream, reason)
-        if unsettled:
-            raise UnsettledError(reason)
+        if end is not None:
+            raise end
 
     def _join(self, opened: pb.Open, read: Read, write: Write, record: StreamRecord) -> Stream:
         """Take a destination rank into its attempt. Raises what makes that impossible."""

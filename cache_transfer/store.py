@@ -218,7 +218,9 @@ class CacheStore:
             await transfer.serve(opened.open, reader.read, self._paths.writer(writer.write), record)
         except SlipstreamError as error:
             record.end(time.monotonic(), error.code)
-            await writer.write(frames.control(failed=pb.Failed(code=error.code, message=error.message)))
+            # It has ended, or stalls: a frame before was not taken.
+            with contextlib.suppress(grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
+                await writer.write(frames.control(failed=pb.Failed(code=error.code, message=error.message)))
         except UnsettledError as error:
             unsettled = str(error)
         finally:

@@ -133,6 +133,10 @@ class Stream:
             reader = self._listen()
             await self._push(coverage, reader)
             answer = await self._answer(reader)
+            if answer.WhichOneof("message") == "landed":  # the prompt is held still, or this would have raised
+                reader = self._listen()
+                await self._write(_sent(coverage))
+                answer = await self._answer(reader)
             if answer.WhichOneof("message") != "done":
                 raise ProtocolError(f"{answer.WhichOneof('message')} instead of Done")
             self.committed = answer.done.committed
@@ -150,7 +154,7 @@ class Stream:
                 await self._drain(coverage)
                 if handoff is not None:
                     await self._write(frames.control(handoff=frames.handoff_to_pb(handoff)))
-                await self._write(frames.control(sent=pb.Sent(kv_bytes=coverage.kv_bytes, state_bytes=coverage.state_bytes)))
+                await self._write(_sent(coverage))
                 return
             ranges = self._next(coverage)
             if not ranges:
@@ -242,6 +246,10 @@ async def _control(read: Read) -> pb.Control | None:
     if isinstance(parsed, frames.Data):
         raise ProtocolError("data from the destination of a transfer")
     return parsed
+
+
+def _sent(coverage: Coverage) -> bytes:
+    return frames.control(sent=pb.Sent(kv_bytes=coverage.kv_bytes, state_bytes=coverage.state_bytes))
 
 
 def _interruption(reader: Reader) -> ProtocolError:

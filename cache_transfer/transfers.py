@@ -30,8 +30,8 @@ class Transfers:
              now: float, channel: str = "") -> StreamRecord:
         """A stream begins; it is in flight until its record's `end`."""
         record = StreamRecord(side=side, request_id=request_id[:MAX_NAME], transfer_id=transfer_id[:MAX_NAME], attempt=attempt,
-                              rank=rank, peer=peer[:MAX_NAME], peer_rank=peer_rank, opened=now, on_end=self._ended, on_quarantine=self._quarantined,
-                              channel=channel)
+                              rank=rank, peer=peer[:MAX_NAME], peer_rank=peer_rank, opened=now,
+                              channel=channel, on_end=self._ended, on_quarantine=self._quarantined)
         self._in_flight[record] = None
         return record
 

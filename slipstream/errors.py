@@ -165,6 +165,12 @@ class TransferError(SlipstreamError):
     grpc_status = "UNAVAILABLE"
 
 
+class StalledError(TransferError):
+    """Nothing of it moved for `transfer.stall_seconds`; the text says how much had come."""
+
+    code = "transfer_stalled"
+
+
 class CoverageError(TransferError):
     """A transfer ended without covering every byte that it promised."""
 

@@ -23,6 +23,8 @@ class Channel(Protocol):
     name: str
     direct: bool
     """The source writes into the destination's memory by itself: it is told where, and what was written is not in the frame."""
+    pulls: bool
+    """The destination reads the source's memory by itself, some time after the frame was sent."""
     frame_bytes: int
     """What one `send` should move; more makes nothing faster and others wait longer."""
     depth: int
@@ -49,6 +51,10 @@ class Channel(Protocol):
 
     async def close(self) -> None:
         """End it; what is still under way fails."""
+
+
+class StuckError(LostError):
+    """Nothing moved for too long."""
 
 
 class UnsettledError(LostError):

@@ -76,7 +76,8 @@ class FaultyChannel:
     def __init__(self, inner: Channel, faults: Faults) -> None:
         self._inner = inner
         self._faults = faults
-        self.name, self.direct, self.frame_bytes, self.depth = inner.name, inner.direct, inner.frame_bytes, inner.depth
+        self.name, self.direct, self.pulls = inner.name, inner.direct, inner.pulls
+        self.frame_bytes, self.depth = inner.frame_bytes, inner.depth
 
     def address(self) -> bytes:
         """The inner channel's."""

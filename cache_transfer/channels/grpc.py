@@ -13,7 +13,7 @@ class InlineChannel:
     """Implements Channel. Spans of any number of blocks and layers share a frame, so messages do not grow with either."""
 
     name = "grpc"
-    direct = False
+    direct = pulls = False
     depth = 1
 
     def __init__(self, frame_bytes: int = 1 << 20) -> None:

@@ -1,7 +1,7 @@
 """Same host: the destination reads the source's memory itself (cross-memory attach), one copy and no thread.
 
 The source only says where the bytes lie. Nobody but the destination writes into its memory, so an abort needs no fence; a
-source that frees a prompt too early spoils what is read, which the checksum and the missing Sent tell.
+source that frees a prompt before it was read spoils what is read: the checksum tells or, without one, the answer to Landed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class LocalChannel:
     """Implements Channel."""
 
     name = "local"
-    direct = False
+    direct, pulls = False, True
     frame_bytes = 8 << 20  # a millisecond of the event loop
     depth = 1
 

@@ -37,7 +37,7 @@ class RdmaChannel:
     """Implements Channel."""
 
     name = "rdma"
-    direct = True
+    direct, pulls = True, False
     frame_bytes = 8 << 20  # on one host a post copies: a millisecond of the event loop
     depth = 4
 
@@ -94,7 +94,7 @@ class RdmaChannel:
         try:
             while not write.poll():
                 if loop.time() > deadline:
-                    raise UnsettledError(f"a write to the destination was not over within {self._stall_seconds} s")
+                    raise UnsettledError(f"the transfer stalled: a write was not over within {self._stall_seconds:g} s")
                 try:
                     await asyncio.sleep(_PAUSE_SECONDS)
                 except asyncio.CancelledError:

@@ -283,6 +283,7 @@ class Control(_message.Message):
     HANDOFF_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
+    LANDED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___Open: ...
     @_builtins.property
@@ -299,6 +300,8 @@ class Control(_message.Message):
     def failed(self) -> Global___Failed: ...
     @_builtins.property
     def done(self) -> Global___Done: ...
+    @_builtins.property
+    def landed(self) -> Global___Landed: ...
     def __init__(
         self,
         *,
@@ -310,12 +313,13 @@ class Control(_message.Message):
         handoff: Global___Handoff | None = ...,
         failed: Global___Failed | None = ...,
         done: Global___Done | None = ...,
+        landed: Global___Landed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "busy", b"busy", "done", b"done", "failed", b"failed", "handoff", b"handoff", "message", b"message", "open", b"open", "ready", b"ready", "sent", b"sent"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "busy", b"busy", "done", b"done", "failed", b"failed", "handoff", b"handoff", "landed", b"landed", "message", b"message", "open", b"open", "ready", b"ready", "sent", b"sent"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "busy", b"busy", "done", b"done", "failed", b"failed", "handoff", b"handoff", "message", b"message", "open", b"open", "ready", b"ready", "sent", b"sent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "busy", b"busy", "done", b"done", "failed", b"failed", "handoff", b"handoff", "landed", b"landed", "message", b"message", "open", b"open", "ready", b"ready", "sent", b"sent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "begin", "ready", "busy", "sent", "handoff", "failed", "done"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "begin", "ready", "busy", "sent", "handoff", "failed", "done", "landed"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -532,6 +536,25 @@ class Sent(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Sent: _TypeAlias = Sent  # noqa: Y015
+
+@_typing.final
+class Landed(_message.Message):
+    """From a destination that has read the source's memory by itself, without checksums, after Sent. If the source still holds the
+    prompt, which was then the prompt all the time, it says Sent again.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Landed: _TypeAlias = Landed  # noqa: Y015
 
 @_typing.final
 class Handoff(_message.Message):

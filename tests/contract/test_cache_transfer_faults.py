@@ -10,17 +10,21 @@ from typing import Any
 import pytest
 import torch
 
+from cache_transfer import frames
 from cache_transfer.channels.rdma import RdmaChannel
+from cache_transfer.leg import Leg
 from cache_transfer.load import CacheLoader
 from cache_transfer.memory import CacheMemory
-from cache_transfer.paths import open_paths
+from cache_transfer.paths import Paths, open_paths
 from cache_transfer.regions import Landing
 from cache_transfer.source import SourceTransfer
 from cache_transfer.store import CacheStore
+from cache_transfer.stream import Write
 from slipstream.config import FaultsConfig, TransferConfig
-from slipstream.errors import CoverageError, ProtocolError, SlipstreamError, TransferError
+from slipstream.errors import CancelledError, CoverageError, ProtocolError, SlipstreamError, StalledError, TransferError
 from slipstream.rpc.server import listen, new_server
 from slipstream.types import RequestId
+from slipstream.v1 import cache_store_pb2 as pb
 from tests.support import transfer_rig
 from tests.support.transfer_site import Log, handoff
 
@@ -71,8 +75,10 @@ class Sick:
 
 
 @asynccontextmanager
-async def sick(*, channel: str = "grpc", stall_seconds: float = 10.0, **faults: Any) -> AsyncIterator[Sick]:
-    made = Sick(TransferConfig(channel=channel, frame_bytes=4096, stall_seconds=stall_seconds, faults=FaultsConfig(**faults)))
+async def sick(*, channel: str = "grpc", stall_seconds: float = 10.0, checksum: bool = True,
+               **faults: Any) -> AsyncIterator[Sick]:
+    made = Sick(TransferConfig(channel=channel, frame_bytes=4096, stall_seconds=stall_seconds, checksum=checksum,
+                               faults=FaultsConfig(**faults)))
     server = new_server()
     made.store.add_to(server)
     made.address = await listen(server, "127.0.0.1:0")
@@ -93,10 +99,14 @@ async def test_each_fault_is_noticed(faults: dict[str, Any], error: type[Slipstr
 
 
 async def test_a_cut_parks_the_prompt_and_a_stall_does_after_its_time() -> None:
-    for faults in (dict[str, Any](cut=1.0), dict[str, Any](stall_at_bytes=10_000)):
+    total = sum(LAYOUT.bytes_necessary(TOKENS))
+    for faults, error, says in (
+            (dict[str, Any](cut=1.0), TransferError, f"it was complete; 0 of {total} bytes had come [0-9.]+ s after"),
+            (dict[str, Any](stall_at_bytes=10_000), StalledError,
+             f"stalled: nothing moved for 0.3 s; [1-9][0-9]+ of {total} bytes had come 0.[3-9] s after")):
         async with sick(stall_seconds=0.3, **faults) as site:
             _, log = site.prompt("t")
-            with pytest.raises(TransferError):
+            with pytest.raises(error, match=says):
                 await site.load("t")
             await log.until_last("parked")
 
@@ -115,6 +125,45 @@ async def test_prompts_over_a_rate_of_faults_land_whole_or_not_at_all(channel: s
                 landed += 1
     assert landed
     assert failed
+
+
+@pytest.mark.parametrize(("checksum", "error"), [(True, CoverageError), (False, CancelledError)])
+async def test_a_prompt_that_is_freed_while_it_is_read_never_lands(monkeypatch: pytest.MonkeyPatch, checksum: bool,
+                                                                   error: type[SlipstreamError]) -> None:
+    """The source has said all and waits for Done as it gives the prompt up; its destination reads only then."""
+    sent, read = asyncio.Event(), Leg.read
+
+    def writer(self: Paths, write: Write) -> Write:
+        async def heard(frame: bytes) -> None:
+            await write(frame)
+            word = frames.parse(frame)
+            if isinstance(word, pb.Control) and word.WhichOneof("message") == "sent":
+                sent.set()
+
+        return heard
+
+    async def late(self: Leg) -> bytes:
+        frame = await read(self)
+        if frames.is_data(frame):
+            await sent.wait()
+            transfer.fail(CancelledError("the client went away"))
+            for tensor in site.held.values():
+                tensor.fill_(9)
+        return frame
+
+    monkeypatch.setattr(Paths, "writer", writer)
+    monkeypatch.setattr(Leg, "read", late)
+    async with sick(channel="local", checksum=checksum) as site:
+        transfer, _ = site.prompt("t")
+        with pytest.raises(error):
+            await site.load("t")
+
+
+async def test_what_is_read_without_checksums_lands() -> None:
+    async with sick(channel="local", checksum=False) as site:
+        _, log = site.prompt("t")
+        await site.load("t")
+        await log.until("ready", "done")
 
 
 async def test_all_streams_share_a_slow_link() -> None:
