@@ -102,7 +102,9 @@ def scale(address: str, replicas: Mapping[str, int], security: Security = OPEN) 
             reply = directory_pb2_grpc.DirectoryStub(channel).Scale(pb.ScaleRequest(replicas=replicas), timeout=SCALE_SECONDS,
                                                                     metadata=security.metadata)
         except grpc.RpcError as error:
-            if error.code() is grpc.StatusCode.UNAVAILABLE:
-                raise LaunchError(f"the supervisor at {address}: {error.details()}") from error
-            raise LaunchError(str(error.details())) from error
+            code, said = error.code(), str(error.details())
+            if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED) and security == OPEN:
+                said += "; if the deployment has [security], name its configuration with --config"
+            there = f"the supervisor at {address}: " if code is grpc.StatusCode.UNAVAILABLE else ""
+            raise LaunchError(there + said) from error
     return dict(reply.replicas)

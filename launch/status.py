@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 MIN_WIDTH = 120
-"""A pipe has no width; a narrow terminal wraps lines rather than losing columns."""
+"""A narrow terminal wraps lines rather than losing columns."""
+NO_LIMIT = 1 << 16
 KERNELS = ("op", "implementation", "reason")
 LEDGER = ("owner", "request_id", "blocks", "state_slots")
 NUMBERS = ("blocks", "state_slots")
@@ -21,8 +22,7 @@ def show(url: str, fields: Mapping[str, Any], problem: str, *, as_json: bool, ke
          ledger: bool = False) -> None:
     """Print the router's `/status` fields; `problem` is why it takes no requests, or empty. `kernels`, `ledger`: these tables
     too, of what `/status?detail=1` says."""
-    console = Console()
-    console = Console(width=max(console.width, MIN_WIDTH))
+    console = wide()
     if as_json:
         console.print(json.dumps(dict(fields), indent=2), markup=False, highlight=False, soft_wrap=True)
         return
@@ -36,6 +36,12 @@ def show(url: str, fields: Mapping[str, Any], problem: str, *, as_json: bool, ke
     for one in replicas:
         if why := one.get("problem") or one.get("inspect_problem"):
             console.print(f"{one.get('replica_id') or one.get('address')}: {why}", markup=False, highlight=False)
+
+
+def wide(least: int = MIN_WIDTH) -> Console:
+    """At least so many columns; nothing is cut or wrapped where no terminal has a width."""
+    console = Console()
+    return Console(width=max(console.width, least) if console.is_terminal else NO_LIMIT)
 
 
 def _table(replicas: Any) -> Table:

@@ -6,13 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
-from launch.status import MIN_WIDTH
+from launch.status import MIN_WIDTH, wide
 
-PHASES = "opened", "begun", "ready", "moving", "moved", "quarantined"
+PHASES = "opened", "begun", "ready", "sending", "moving", "moved", "quarantined"
 """A transfer is where the slowest of its streams is, but quarantined if one of them is."""
+REST_WIDTH = 64
+"""What the columns beside the request id need at least, on several lines."""
 UNITS = "B", "KiB", "MiB", "GiB", "TiB"
 
 
@@ -22,16 +23,23 @@ def joined(replicas: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     Most streams are told of by both ends; the destination's account is taken then, since what it counts has landed.
     `total_bytes` is None until every stream knows its own.
     """
-    found: dict[tuple[str, int, str, str], dict[tuple[int, int], dict[str, Any]]] = {}
+    found: dict[tuple[str, int, str, str], dict[tuple[int, int], dict[str, dict[str, Any]]]] = {}
     for replica in replicas:
         for one in replica.get("transfers", ()):
             here, there = (replica["replica_id"], one["rank"]), (one["peer"], one["peer_rank"])
             (prefill, sender), (decode, receiver) = (here, there) if one["side"] == "send" else (there, here)
             streams = found.setdefault((one["transfer_id"], one["attempt"], prefill, decode), {})
-            if (sender, receiver) not in streams or one["side"] == "receive":
-                streams[sender, receiver] = {**one, "prefill_rank": sender, "decode_rank": receiver}
-    return sorted((_entry(*key, [streams[pair] for pair in sorted(streams)]) for key, streams in found.items()),
+            streams.setdefault((sender, receiver), {})[one["side"]] = {**one, "prefill_rank": sender, "decode_rank": receiver}
+    return sorted((_entry(*key, [_stream(streams[pair]) for pair in sorted(streams)]) for key, streams in found.items()),
                   key=lambda entry: -float(entry["age_seconds"]))
+
+
+def _stream(ends: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """By what its ends tell: while the destination waits for the first bytes, the source may be sending them."""
+    if "receive" not in ends:
+        return ends["send"]
+    sending = ends["receive"]["phase"] == "ready" and ends.get("send", {}).get("phase") in ("moving", "moved")
+    return {**ends["receive"], "phase": "sending"} if sending else ends["receive"]
 
 
 def _entry(transfer_id: str, attempt: int, prefill: str, decode: str, streams: list[dict[str, Any]]) -> dict[str, Any]:
@@ -55,16 +63,16 @@ def problems(replicas: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def show(fields: Mapping[str, Any], *, as_json: bool) -> None:
     """Print them."""
-    console = Console()
-    console = Console(width=max(console.width, MIN_WIDTH))
     transfers, silent = joined(fields.get("replicas", ())), problems(fields.get("replicas", ()))
+    console = wide(max([MIN_WIDTH, *(len(one["request_id"]) + REST_WIDTH for one in transfers)]))
     if as_json:
         said = json.dumps({"transfers": transfers, "problems": silent}, indent=2)
         console.print(said, markup=False, highlight=False, soft_wrap=True)
         return
     table = Table(box=None, pad_edge=False)
     for name in ("request id", "from -> to", "channel", "streams", "phase", "bytes", "age"):
-        table.add_column(name, justify="right" if name in ("streams", "bytes", "age") else "left", no_wrap=True)
+        table.add_column(name, justify="right" if name in ("streams", "bytes", "age") else "left",
+                         no_wrap=name in ("request id", "phase"), overflow="fold")
     for one in transfers:
         total = "?" if one["total_bytes"] is None else _size(one["total_bytes"])
         table.add_row(one["request_id"], f"{one['prefill']} -> {one['decode']}", one["channel"] or "?",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,7 @@ from router.policy import Replica
 from router.silence import unless_silent
 from slipstream.errors import IncompatibleError, InternalError, SlipstreamError, UnavailableError
 from slipstream.rpc import convert
-from slipstream.rpc.channel import connect, reason
+from slipstream.rpc.channel import NOT_THERE, connect, reason
 from slipstream.rpc.security import OPEN, Security
 from slipstream.text.images import Picture
 from slipstream.types import Logprobs, Role
@@ -32,6 +33,8 @@ logger = logging.getLogger(__name__)
 _INFO_SECONDS = 5.0
 _FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.05, 1.0
 _IMAGE_CHUNK = 1 << 20
+PATIENCE_SECONDS = 60.0
+"""How long a worker may take to come up before its absence is a warning."""
 
 
 class LegSink(Protocol):
@@ -73,6 +76,7 @@ class WorkerLink:
         """Of the last Session."""
         self.load = worker_pb2.Load()
         self.problem = self._told = "connecting"
+        self._added = time.monotonic()
         self._on_change = on_change
         self._channel = connect(address, security)
         self._stub = worker_pb2_grpc.WorkerStub(self._channel)
@@ -203,11 +207,14 @@ class WorkerLink:
             await asyncio.gather(writer, return_exceptions=True)
 
     def _lost(self) -> None:
+        young = self.last_info is None and time.monotonic() - self._added < PATIENCE_SECONDS
+        told = "" if young and self.problem == NOT_THERE else self.problem
         if self.info is not None:
             logger.warning("lost %s at %s: %s", self.info.replica_id, self.address, self.problem)
-        elif self.problem != self._told:
-            logger.warning("the worker at %s cannot be used: %s", self.address, self.problem)
-        self._told = self.problem
+        elif told != self._told:
+            level, what = (logging.WARNING, f"cannot be used: {told}") if told else (logging.INFO, "is waited for")
+            logger.log(level, "the worker at %s %s", self.address, what)
+        self._told = told
         self.info = None
         sinks, self._sinks = self._sinks, {}
         for handle, waiting in sinks.items():

@@ -15,6 +15,8 @@ ANSWER_SECONDS = 5.0
 """A peer that leaves a ping without answer for so long is lost."""
 MAX_MESSAGE_BYTES = 64 << 20
 
+NOT_THERE = "nothing listens there"
+
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -34,7 +36,7 @@ def reason(error: grpc.aio.AioRpcError) -> str:
         case grpc.StatusCode.UNAVAILABLE if "handshake" in str(error.details()).lower():
             return f"no TLS connection to it, see docs/security.md ({error.details()})"
         case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.CANCELLED:
-            return "nothing listens there" if "failed to connect" in str(error.details()).lower() else "the connection was lost"
+            return NOT_THERE if "failed to connect" in str(error.details()).lower() else "the connection was lost"
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return "it does not answer"
         case code:

@@ -84,7 +84,7 @@ async def test_who_has_no_token_neither_watches_nor_scales() -> None:
     server = new_server(trusted)
     directory_pb2_grpc.add_DirectoryServicer_to_server(Directory(no), server)
     address = await listen(server, "127.0.0.1:0", trusted)
-    with pytest.raises(LaunchError, match=r"security\.token_file"):
+    with pytest.raises(LaunchError, match=r"security\.token_file.*with --config"):
         await asyncio.to_thread(directories.scale, address, {"decode": 2})
     async with connect(address) as channel:
         with pytest.raises(grpc.aio.AioRpcError, match="UNAUTHENTICATED"):
@@ -121,5 +121,5 @@ async def test_a_wish_to_scale_is_passed_on_and_a_refusal_comes_back_in_its_word
 
 
 async def test_a_supervisor_that_is_not_there_is_named() -> None:
-    with pytest.raises(LaunchError, match=r"the supervisor at 127\.0\.0\.1:1: "):
+    with pytest.raises(LaunchError, match=r"the supervisor at 127\.0\.0\.1:1: .*with --config"):
         await asyncio.to_thread(directories.scale, "127.0.0.1:1", {"decode": 3})

@@ -1,0 +1,61 @@
+"""What a router says of workers that are not there: at their start it waits, later it warns."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+
+import pytest
+
+from router import workers
+from router.workers import WorkerLink
+from slipstream.types import Role
+from tests.support.fake_workers import FakeWorker, Script
+
+
+class Told(logging.Handler):
+    """What the router logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[tuple[str, str]] = []
+        self.changed = asyncio.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append((record.levelname, record.getMessage()))
+        self.changed.set()
+
+    async def until(self, count: int) -> list[tuple[str, str]]:
+        async with asyncio.timeout(10):
+            while len(self.lines) < count:
+                self.changed.clear()
+                await self.changed.wait()
+        return self.lines
+
+
+@pytest.mark.parametrize("patience", [60.0, 0.3])
+async def test_a_worker_that_loads_is_waited_for_and_one_that_stays_away_warned_of(monkeypatch: pytest.MonkeyPatch,
+                                                                                  patience: float) -> None:
+    monkeypatch.setattr(workers, "PATIENCE_SECONDS", patience)
+    told = Told()
+    monkeypatch.setattr(workers.logger, "handlers", [told])
+    monkeypatch.setattr(workers.logger, "level", logging.INFO)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    link = WorkerLink(address, lambda link, info: None, lambda: None)
+    wanted = [("INFO", f"the worker at {address} is waited for")]
+    if patience < 1:
+        wanted.append(("WARNING", f"the worker at {address} cannot be used: nothing listens there"))
+    assert await told.until(len(wanted)) == wanted
+    worker = FakeWorker(Script(), Role.PREFILL)
+    await worker.start(address)
+    try:
+        wanted.append(("INFO", f"connected to prefill-0 at {address}, epoch 1"))
+        assert await told.until(len(wanted)) == wanted
+        await worker.stop()
+        assert [level for level, _ in (await told.until(len(wanted) + 1))[len(wanted) :]] == ["WARNING"], "it was there"
+    finally:
+        await link.close()
+        await worker.stop()
