@@ -91,6 +91,7 @@ class PrefillWorker:
         job.stats.cached_tokens = prompt.cached_tokens
         if timing is not None:
             job.stats.queue_seconds, job.stats.compute_seconds = timing.queue_seconds, timing.compute_seconds
+        job.tell_stats()
         for event in events:
             job.token(event)
         if first.finished:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from slipstream.errors import (
     BusyError,
@@ -156,6 +156,8 @@ class _Run:
     legs: dict[Role, Leg] = field(default_factory=lambda: dict.fromkeys(Role, Leg.IDLE))
     well: set[Role] = field(default_factory=set)
     """Legs that ended as they should."""
+    counted: set[Role] = field(default_factory=set)
+    """Legs whose stats are known."""
     decode_attempt: int = 0
     busy: int = 0
 
@@ -214,6 +216,13 @@ class Dispatch:
             actions += self._deliver(name)
         return actions + self._settle(number, run)
 
+    def computed(self, number: int, role: Role, attempt: int, stats: LegStats) -> None:
+        """What a leg says of itself. Prefill's comes with its token: once decode has all others, nobody waits for its end."""
+        run = self._live(number, role, attempt)
+        if run is not None and role not in run.counted:
+            run.counted.add(role)
+            self._add(role, stats)
+
     def finished(self, number: int, role: Role, attempt: int, stats: LegStats, *, handed_off: bool = False) -> list[Action]:
         """A leg ended well, after all its tokens. `handed_off`: prefill's, and decode has what it needs to go on."""
         run = self._live(number, role, attempt)
@@ -221,7 +230,7 @@ class Dispatch:
             return []
         run.legs[role] = Leg.ENDED
         run.well.add(role)
-        self._add(role, stats)
+        self.computed(number, role, attempt, stats)
         if any(self._falls_short(name, run, role, handed_off) for name in run.choices):
             return self._resume(number, run, ProtocolError(f"the {role.value} replica ended before it had reported all tokens"))
         return self._settle(number, run)
@@ -382,12 +391,9 @@ class Dispatch:
         return actions
 
     def _add(self, role: Role, more: LegStats) -> None:
-        so_far = self.stats.get(role)
-        self.stats[role] = more if so_far is None else LegStats(
-            queue_seconds=so_far.queue_seconds + more.queue_seconds,
-            compute_seconds=so_far.compute_seconds + more.compute_seconds,
-            transfer_seconds=so_far.transfer_seconds + more.transfer_seconds, kv_bytes=so_far.kv_bytes + more.kv_bytes,
-            state_bytes=so_far.state_bytes + more.state_bytes, cached_tokens=so_far.cached_tokens)
+        before = self.stats.get(role, LegStats(cached_tokens=more.cached_tokens))
+        both = {key.name: getattr(before, key.name) + getattr(more, key.name) for key in fields(LegStats)}
+        self.stats[role] = LegStats(**both | {"cached_tokens": before.cached_tokens})
 
 
 def _pause(times_before: int) -> float:

@@ -10,7 +10,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
@@ -109,13 +109,12 @@ class _Sink:
     def on_tokens(self, attempt: int, rows: Sequence[Row]) -> None:
         self.generation.leg_told(self.run, self.role, attempt, rows)
 
+    def on_computed(self, message: worker_pb2.Finished) -> None:
+        self.generation.dispatch.computed(self.run, self.role, message.attempt, _stats(message.stats))
+
     def on_finished(self, message: worker_pb2.Finished) -> None:
-        stats = message.stats
-        self.generation.act(self.generation.dispatch.finished(
-            self.run, self.role, message.attempt, handed_off=message.handed_off,
-            stats=LegStats(queue_seconds=stats.queue_seconds, compute_seconds=stats.compute_seconds,
-                           transfer_seconds=stats.transfer_seconds, kv_bytes=stats.kv_bytes, state_bytes=stats.state_bytes,
-                           cached_tokens=stats.cached_tokens)))
+        self.generation.act(self.generation.dispatch.finished(self.run, self.role, message.attempt, _stats(message.stats),
+                                                              handed_off=message.handed_off))
 
     def on_failed(self, attempt: int, error: SlipstreamError) -> None:
         self.generation.leg_failed(self.run, self.role, attempt, error)
@@ -379,6 +378,10 @@ class Generation:
 
     def _later(self, seconds: float, what: Callable[[], None]) -> None:
         self._timers.append(asyncio.get_running_loop().call_later(seconds, what))
+
+
+def _stats(told: worker_pb2.LegStats) -> LegStats:
+    return LegStats(**{key.name: getattr(told, key.name) for key in fields(LegStats)})
 
 
 def _sound(row: Row, wanted: int) -> bool:

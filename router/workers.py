@@ -43,6 +43,9 @@ class LegSink(Protocol):
     def on_tokens(self, attempt: int, rows: Sequence[Row]) -> None:
         """Tokens of one step."""
 
+    def on_computed(self, message: worker_pb2.Finished) -> None:
+        """What the leg did; its end comes later."""
+
     def on_finished(self, message: worker_pb2.Finished) -> None:
         """The leg ended well."""
 
@@ -223,6 +226,9 @@ class WorkerLink:
         self._on_change()
 
     def _on_step(self, step: worker_pb2.StepReport) -> None:
+        for computed in step.computed:
+            if (waiting := self._sinks.get(computed.handle)) and waiting.attempt == computed.attempt:
+                self._tell(computed.handle, waiting, partial(waiting.sink.on_computed, computed))
         for key, rows in _by_leg(step).items():
             if (waiting := self._sinks.get(key[0])) and waiting.attempt == key[1]:
                 self._tell(key[0], waiting, partial(waiting.sink.on_tokens, key[1], rows))

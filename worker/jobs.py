@@ -56,6 +56,9 @@ class Outbox(Protocol):
     def token(self, handle: int, attempt: int, event: TokenEvent) -> None:
         """One sampled token."""
 
+    def computed(self, message: pb.Finished) -> None:
+        """What a leg that has not ended did."""
+
     def finished(self, message: pb.Finished) -> None:
         """The leg ended well."""
 
@@ -94,6 +97,11 @@ class Job:
         """Report a token."""
         if not self.told:
             self._outbox.token(self.submit.handle, self.submit.attempt, event)
+
+    def tell_stats(self) -> None:
+        """Report what the leg did before its end: all that it will have done."""
+        if not self.told:
+            self._outbox.computed(pb.Finished(handle=self.submit.handle, attempt=self.submit.attempt, stats=self.stats))
 
     def finish(self, *, handed_off: bool) -> None:
         """Report the end of the leg."""

@@ -112,6 +112,11 @@ class Session:
             report.logprobs.append(convert.logprobs_to_pb(event.logprobs, len(report.token) - 1))
         self._something.set()
 
+    def computed(self, message: pb.Finished) -> None:
+        """Goes out with the next report."""
+        self._report.computed.append(message)
+        self._something.set()
+
     def finished(self, message: pb.Finished) -> None:
         """Goes out with the next report, after its tokens."""
         self._report.finished.append(message)
@@ -142,7 +147,7 @@ class Session:
         self._something.clear()
         report, self._report = self._report, pb.StepReport()
         self._read.set()
-        if report.handle or report.finished or report.failed:
+        if report.handle or report.computed or report.finished or report.failed:
             report.load.CopyFrom(self._load())
             if self._ending:
                 self._something.set()

@@ -488,6 +488,7 @@ class StepReport(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
+    COMPUTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def handle(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -514,6 +515,10 @@ class StepReport(_message.Message):
     def finish(self) -> _containers.RepeatedScalarFieldContainer[Global___FinishReason.ValueType]:
         """a column: why the token ends its choice; unspecified: the choice goes on"""
 
+    @_builtins.property
+    def computed(self) -> _containers.RepeatedCompositeFieldContainer[Global___Finished]:
+        """before the tokens above: of prefill legs whose end, after the hand-off, may come too late"""
+
     def __init__(
         self,
         *,
@@ -527,10 +532,11 @@ class StepReport(_message.Message):
         load: Global___Load | None = ...,
         logprobs: _abc.Iterable[Global___Logprobs] | None = ...,
         finish: _abc.Iterable[Global___FinishReason.ValueType] | None = ...,
+        computed: _abc.Iterable[Global___Finished] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choice", b"choice", "failed", b"failed", "finish", b"finish", "finished", b"finished", "handle", b"handle", "index", b"index", "load", b"load", "logprobs", b"logprobs", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choice", b"choice", "computed", b"computed", "failed", b"failed", "finish", b"finish", "finished", b"finished", "handle", b"handle", "index", b"index", "load", b"load", "logprobs", b"logprobs", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -181,6 +181,9 @@ class Ear:
         if self.breaks:
             raise KeyError("a bug")
 
+    def on_computed(self, message: pb.Finished) -> None:
+        self.heard.append("computed")
+
     def on_finished(self, message: pb.Finished) -> None:
         self.heard.append("finished")
         self.ended.set()
@@ -210,9 +213,10 @@ async def test_a_fault_in_one_requests_handling_keeps_the_session() -> None:
             step = pb.StepReport(handle=[1, 2], attempt=[0, 0], choice=[0, 0], index=[index] * 2, token=[7, 8],
                                  finish=[pb.FINISH_REASON_UNSPECIFIED] * 2)
             worker.say(pb.WorkerMessage(step=step))
-        worker.say(pb.WorkerMessage(step=pb.StepReport(finished=[pb.Finished(handle=2)])))
+        computed = [pb.Finished(handle=2), pb.Finished(handle=2, attempt=1), pb.Finished(handle=3)]
+        worker.say(pb.WorkerMessage(step=pb.StepReport(computed=computed, finished=[pb.Finished(handle=2)])))
         await asyncio.wait_for(whole.ended.wait(), 5.0)
-        assert whole.heard == [[(1, 8)], [(2, 8)], "finished"]
+        assert whole.heard == [[(1, 8)], [(2, 8)], "computed", "finished"]
         assert broken.heard == [[(1, 7)], "internal"], "it is told once, and then left alone"
         assert link.ready
         assert link.idle

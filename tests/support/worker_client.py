@@ -53,6 +53,8 @@ class Leg:
     """Of the other choices, by choice and index."""
     reasons: dict[int, FinishReason] = field(default_factory=dict)
     """By choice."""
+    computed: pb.LegStats | None = None
+    """Prefill's, told with its first tokens."""
     ends: list[pb.Finished | pb.Failed] = field(default_factory=list)
     over: asyncio.Event = field(default_factory=asyncio.Event)
     news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -182,6 +184,9 @@ class Worker:
 
     def _take(self, report: pb.StepReport) -> None:
         self.reports.append(report)
+        for told in report.computed:
+            assert not self._legs[told.handle, told.attempt].tokens, "late"
+            self._legs[told.handle, told.attempt].computed = told.stats
         rows = zip(report.handle, report.attempt, report.choice, report.index, report.token, report.finish, strict=True)
         for handle, attempt, choice, index, token, finish in rows:
             leg = self._legs[handle, attempt]
@@ -254,6 +259,7 @@ class Pair:
             to_decode.attempt += 1
             other = await self.decode.submit(to_decode)
         first, last = await one.finished(seconds), await other.finished(seconds)
+        assert one.computed == first.stats, "what prefill did is known before it has ended"
         begin = len(prompt.output)
         found: dict[int, list[int]] = {}
         for choice in prompt.choices:

@@ -110,6 +110,27 @@ def test_the_end_waits_for_what_the_leg_says_of_itself() -> None:
     assert (dispatch.stats[P].cached_tokens, dispatch.stats[D].kv_bytes) == (4, 7)
 
 
+def test_what_prefill_did_is_known_although_the_end_comes_before_its_own() -> None:
+    dispatch, did = started(), LegStats(compute_seconds=0.5, cached_tokens=4)
+    dispatch.computed(0, P, 1, did)
+    assert not dispatch.stats, "of no attempt"
+    dispatch.computed(0, P, 0, did)
+    dispatch.tokens(0, P, 0, [row(0)])
+    dispatch.tokens(0, D, 0, [row(1, last=True)])
+    assert ends(dispatch.finished(0, D, 0, STATS)) == [End()]
+    assert dispatch.stats[P] == did
+
+
+def test_what_prefill_did_counts_once_a_run() -> None:
+    dispatch, did = started(), LegStats(compute_seconds=0.5, cached_tokens=4)
+    dispatch.computed(0, P, 0, did)
+    dispatch.finished(0, P, 0, did, handed_off=True)
+    dispatch.failed(0, D, 0, UnavailableError("lost"))
+    dispatch.begin(1)
+    dispatch.finished(1, P, 0, LegStats(compute_seconds=0.25, cached_tokens=9), handed_off=True)
+    assert dispatch.stats[P] == LegStats(compute_seconds=0.75, cached_tokens=4)
+
+
 def test_all_tokens_and_then_a_lost_worker_is_a_good_end() -> None:
     dispatch = started()
     dispatch.tokens(0, P, 0, [row(0)])
