@@ -136,7 +136,7 @@ class TransferConfig:
     checksum: bool = True
     """Every frame carries a checksum of its bytes, which the destination verifies in its own memory."""
     stall_seconds: float = 10.0
-    """A destination that takes nothing for so long is given up."""
+    """A transfer of which nothing moves for so long is given up."""
     rdma: RdmaConfig = field(default_factory=RdmaConfig)
     """A section of its own."""
     faults: FaultsConfig = field(default_factory=FaultsConfig)
