@@ -215,8 +215,10 @@ class WorkerLink:
         if self.info is not None:
             logger.warning("lost %s at %s: %s", self.info.replica_id, self.address, self.problem)
         elif told != self._told:
-            level, what = (logging.WARNING, f"cannot be used: {told}") if told else (logging.INFO, "is waited for")
-            logger.log(level, "the worker at %s %s", self.address, what)
+            if told:
+                logger.warning("the worker at %s cannot be used: %s", self.address, told)
+            else:
+                logger.info("waiting for the worker at %s", self.address)
         self._told = told
         self.info = None
         sinks, self._sinks = self._sinks, {}

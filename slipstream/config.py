@@ -18,6 +18,8 @@ from slipstream.types import Role
 
 CHANNELS = "auto", "local", "rdma", "grpc"
 ENGINES = "auto", "nixl", "mooncake"
+"""Of the transfer: what `transfer.channel` and `transfer.rdma.engine` may say."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:

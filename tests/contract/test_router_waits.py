@@ -45,7 +45,7 @@ async def test_a_worker_that_loads_is_waited_for_and_one_that_stays_away_warned_
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     link = WorkerLink(address, lambda link, info: None, lambda: None)
-    wanted = [("INFO", f"the worker at {address} is waited for")]
+    wanted = [("INFO", f"waiting for the worker at {address}")]
     if patience < 1:
         wanted.append(("WARNING", f"the worker at {address} cannot be used: nothing listens there"))
     assert await told.until(len(wanted)) == wanted
