@@ -36,10 +36,11 @@ class Told(logging.Handler):
 
 @pytest.mark.parametrize("stays_away", [False, True])
 async def test_a_worker_that_loads_is_waited_for_and_one_that_stays_away_warned_of(monkeypatch: pytest.MonkeyPatch,
+                                                                                  caplog: pytest.LogCaptureFixture,
                                                                                   stays_away: bool) -> None:
     told = Told()
     monkeypatch.setattr(workers.logger, "handlers", [told])
-    monkeypatch.setattr(workers.logger, "level", logging.INFO)
+    caplog.set_level(logging.INFO, workers.logger.name)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
