@@ -195,10 +195,15 @@ class ConditionalGeneration(CausalLM):
         self.visual = tower(checkpoint.vision, checkpoint.image, kernels) if self.comm.shard.rank == 0 else None
 
     def encode_images(self, pixels: Sequence[NDArray[np.uint8]]) -> list[Tensor]:
-        """uint8 [H, W, 3] images -> one [tokens, (1 + deepstack) * hidden] each. On rank 0."""
+        """uint8 [H, W, 3] images and [F, H, W, 3] videos -> one [tokens, (1 + deepstack) * hidden] each. On rank 0.
+
+        A tower knows no time but in a patch: each group of frames of a video is one more image to it.
+        """
         assert self.visual is not None
-        result: list[Tensor] = self.visual(pixels)
-        return result
+        size = self.visual.patches.config.temporal_patch_size
+        groups = [[item] if item.ndim == 3 else [item[i:i + size] for i in range(0, len(item), size)] for item in pixels]
+        encoded = iter(self.visual([group for video in groups for group in video]))
+        return [torch.cat([next(encoded) for _ in video]) for video in groups]
 
 
 class Qwen2_5_VLForConditionalGeneration(ConditionalGeneration):

@@ -36,7 +36,8 @@ class VisionModel(Protocol):
     """A model that takes images implements this; one that does not refuses them."""
 
     def encode_images(self, pixels: Sequence[NDArray[np.uint8]]) -> list[Tensor]:
-        """uint8 [H, W, 3] images -> one [tokens, (1 + L) * hidden] each: the embedding, then L deepstack features."""
+        """uint8 [H, W, 3] images and [F, H, W, 3] videos (F frames, a multiple of the temporal patch) -> one
+        [tokens, (1 + L) * hidden] each: the embedding, then L deepstack features."""
 
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

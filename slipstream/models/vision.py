@@ -116,7 +116,7 @@ class Patches(nn.Module):
 
     def grids(self, pixels: Sequence[NDArray[np.uint8]]) -> list[tuple[int, int]]:
         """Rows and columns of patches of each image."""
-        return [(image.shape[0] // self.config.patch_size, image.shape[1] // self.config.patch_size) for image in pixels]
+        return [(image.shape[-3] // self.config.patch_size, image.shape[-2] // self.config.patch_size) for image in pixels]
 
     def forward(self, pixels: Sequence[NDArray[np.uint8]]) -> Tensor:
         """[patches of all images, C * t * p * p] float32."""
@@ -126,10 +126,10 @@ class Patches(nn.Module):
         """[patches, C * t * p * p]; a still image fills the temporal patch with copies of itself."""
         p, m, t = self.config.patch_size, self.config.merge_size, self.config.temporal_patch_size
         x = torch.tensor(image, device=self.mean.device).float() / 255.0
-        x = ((x - self.mean) / self.std).permute(2, 0, 1)
-        rows, columns = image.shape[0] // p, image.shape[1] // p
-        x = x.reshape(3, rows // m, m, p, columns // m, m, p).permute(1, 4, 2, 5, 0, 3, 6)
-        return x[:, :, :, :, :, None].expand(-1, -1, -1, -1, -1, t, -1, -1).reshape(rows * columns, -1)
+        x = ((x - self.mean) / self.std).expand(t, *image.shape[-3:])
+        rows, columns = image.shape[-3] // p, image.shape[-2] // p
+        x = x.reshape(t, rows // m, m, p, columns // m, m, p, 3).permute(1, 4, 2, 5, 7, 0, 3, 6)
+        return x.reshape(rows * columns, -1)
 
     def places(self, rows: int, columns: int) -> tuple[Tensor, Tensor]:
         """Row and column of each patch in merge-block order."""

@@ -20,15 +20,17 @@ Pixels = NDArray[np.uint8]
 
 
 @lru_cache(maxsize=8)
-def _model(folder: Path) -> Any:
+def model(folder: Path) -> Any:
+    """The checkpoint's class."""
     torch.set_num_threads(1)
     kind = getattr(transformers, checkpoints.read(folder).architecture)
     return kind.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def _inputs(folder: Path, tokens: Sequence[int], pixels: Sequence[Pixels]) -> dict[str, Any]:
+def inputs(folder: Path, tokens: Sequence[int], pixels: Sequence[Pixels]) -> dict[str, Any]:
+    """What its forward takes."""
     ids = torch.tensor([list(tokens)])
-    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    found: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if pixels:
         checkpoint = checkpoints.read(folder)
         image = checkpoint.image
@@ -38,33 +40,39 @@ def _inputs(folder: Path, tokens: Sequence[int], pixels: Sequence[Pixels]) -> di
             image_mean=list(image.mean), image_std=list(image.std),
             size={"shortest_edge": image.min_pixels, "longest_edge": image.max_pixels})
         processed = processor(images=list(pixels), return_tensors="pt", do_resize=False)
-        inputs |= {"pixel_values": processed["pixel_values"], "image_grid_thw": processed["image_grid_thw"],
-                   "mm_token_type_ids": torch.eq(ids, checkpoint.image_token_id or -1).int()}
-    return inputs
+        found |= {"pixel_values": processed["pixel_values"], "image_grid_thw": processed["image_grid_thw"],
+                  "mm_token_type_ids": torch.eq(ids, checkpoint.image_token_id or -1).int()}
+    return found
 
 
 @torch.no_grad()
 def logits(folder: Path, tokens: Sequence[int], pixels: Sequence[Pixels] = ()) -> Tensor:
     """[T, vocab] of a whole prompt."""
-    result: Tensor = _model(folder)(**_inputs(folder, tokens, pixels)).logits[0]
+    result: Tensor = model(folder)(**inputs(folder, tokens, pixels)).logits[0]
     return result
 
 
 @torch.no_grad()
 def greedy(folder: Path, tokens: Sequence[int], pixels: Sequence[Pixels] = (), max_new: int = 16,
            stops: Sequence[int] = ()) -> list[int]:
-    """Output ids, up to and including the first of `stops`.
+    """Output ids, up to and including the first of `stops`."""
+    return step(folder, inputs(folder, tokens, pixels), max_new, stops)
+
+
+@torch.no_grad()
+def step(folder: Path, given: dict[str, Any], max_new: int, stops: Sequence[int] = ()) -> list[int]:
+    """Greedy output ids after these inputs.
 
     The model is stepped over its own cache, where it adds its M-RoPE delta to the length; that agrees with a single pass over
     the whole text. `generate` is not asked: it counts each axis on from the prompt's last token, so that after a prompt that
     ends in an image it stands elsewhere than a single pass, by up to 4.6 in a logit of the demo model (transformers 5.24.0).
     """
-    model = _model(folder)
-    if hasattr(model.model, "rope_deltas"):
-        model.model.rope_deltas = None  # else a text would be placed by the last picture's
-    step = model(**_inputs(folder, tokens, pixels), use_cache=True)
-    out = [int(step.logits[0, -1].argmax())]
+    kind = model(folder)
+    if hasattr(kind.model, "rope_deltas"):
+        kind.model.rope_deltas = None  # else a text would be placed by the last picture's
+    state = kind(**given, use_cache=True)
+    out = [int(state.logits[0, -1].argmax())]
     while len(out) < max_new and out[-1] not in stops:
-        step = model(input_ids=torch.tensor([[out[-1]]]), cache=step.cache, use_cache=True)
-        out.append(int(step.logits[0, -1].argmax()))
+        state = kind(input_ids=torch.tensor([[out[-1]]]), cache=state.cache, use_cache=True)
+        out.append(int(state.logits[0, -1].argmax()))
     return out

@@ -1,0 +1,104 @@
+"""Videos as groups of frames against transformers in fp32: patches, embeddings, logits at any chunking, greedy tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+
+from slipstream import checkpoint as checkpoints
+from slipstream.models import registry
+from slipstream.models.vision import Patches
+from tests.support import oracle, tiny
+from tests.support.plain import Plain
+
+Pixels = NDArray[np.uint8]
+FAMILIES = ["demo", *(name for name in tiny.NAMES if name.endswith("vl"))]
+STEP = 1.5
+"""Positions from one group of frames to the next, where the family counts time."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    torch.set_num_threads(1)
+    root = tmp_path_factory.mktemp("tiny")
+    return {"demo": checkpoints.DEMO, **{name: tiny.write(name, root / name) for name in FAMILIES[1:]}}
+
+
+def noise(seed: int, *shape: int) -> Pixels:
+    return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
+
+
+def prompt(folder: Path) -> tuple[list[int], list[Pixels], dict[str, Any]]:
+    """A picture, a video of five frames (the last one twice), a shorter video: ours, and what transformers takes."""
+    checkpoint = checkpoints.read(folder)
+    image, mark = checkpoint.image_token_id, checkpoint.video_token_id
+    assert image is not None
+    assert mark is not None
+    still, long, short = noise(1, 64, 96, 3), noise(2, 5, 64, 160, 3), noise(3, 2, 96, 32, 3)
+    long = np.concatenate((long, long[-1:]))
+    by_group = checkpoint.architecture != "Qwen2_5_VLForConditionalGeneration"
+    tokens, pixels = [7, 8, 9] + [image] * 6 + [10, 11], [still]
+    for video in (long, short):
+        count = video.shape[1] // 32 * (video.shape[2] // 32)
+        groups = [video[i:i + 2] for i in range(0, len(video), 2)]
+        if by_group:
+            for number, group in enumerate(groups):
+                tokens += [20 + number, 30, 31] + [mark] * count + [32]
+                pixels.append(group)
+        else:
+            tokens += [30, 31] + [mark] * (count * len(groups)) + [32]
+            pixels.append(video)
+    tokens += [12, 13, 14, 15]
+    ids = torch.tensor([tokens])
+    given = oracle.inputs(folder, tokens, [still])
+    given |= {"pixel_values_videos": torch.cat([patches(checkpoint, video) for video in (long, short)]),
+              "video_grid_thw": torch.tensor([[3, 4, 10], [1, 6, 2]]),
+              "mm_token_type_ids": (ids == image).int() + 2 * (ids == mark).int()}
+    if not by_group:
+        config = oracle.model(folder).config.vision_config
+        given["second_per_grid_ts"] = torch.tensor([STEP / config.tokens_per_second] * 2)
+    return tokens, pixels, given
+
+
+def patches(checkpoint: checkpoints.Checkpoint, video: Pixels) -> torch.Tensor:
+    """[patches, C * t * p * p] by transformers' processor, which resizes only with torchvision."""
+    assert checkpoint.image is not None
+    values = (torch.tensor(video).float() / 255 - torch.tensor(checkpoint.image.mean)) / torch.tensor(checkpoint.image.std)
+    found, *_ = Qwen3VLVideoProcessor.patchify(None, values.permute(0, 3, 1, 2)[None], 16, 2, 2)
+    return torch.as_tensor(found[0])
+
+
+def test_patches_equal_and_an_odd_number_of_frames_repeats_the_last() -> None:
+    checkpoint = checkpoints.read(checkpoints.DEMO)
+    assert checkpoint.vision is not None
+    assert checkpoint.image is not None
+    video = noise(4, 3, 64, 96, 3)
+    whole = np.concatenate((video, video[-1:]))
+    found = Patches(checkpoint.vision, checkpoint.image)([whole[:2], whole[2:]])
+    torch.testing.assert_close(found, patches(checkpoint, video), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_and_greedy_tokens_equal(name: str, folders: dict[str, Path]) -> None:
+    folder = folders[name]
+    checkpoint = checkpoints.read(folder)
+    model = registry.load(checkpoint, dtype=torch.float32, device=torch.device("cpu"))
+    tokens, pixels, given = prompt(folder)
+    with torch.no_grad():
+        expected = oracle.model(folder)(**given).logits[0]
+    allowed = max(1e-4, 1e-5 * float(expected.abs().max()))
+    for chunk in (7, 64, 1 << 30):
+        found = Plain(model=model, checkpoint=checkpoint).prefill(tokens, pixels, chunk=chunk, t_step=STEP)
+        assert float((found - expected).abs().max()) < allowed, f"chunks of {chunk}"
+    swapped = [*pixels[:1], *(np.ascontiguousarray(video[::-1]) for video in pixels[1:])]
+    moved = Plain(model=model, checkpoint=checkpoint).prefill(tokens, swapped, t_step=STEP)
+    assert float((moved - expected).abs().max()) > 10 * allowed, "the order of frames is seen"
+    sequence = Plain(model=model, checkpoint=checkpoint)
+    first = int(sequence.prefill(tokens, pixels, chunk=7, t_step=STEP)[-1].argmax())
+    assert sequence.greedy(first, 12) == oracle.step(folder, given, 12)
