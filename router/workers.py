@@ -140,7 +140,8 @@ class WorkerLink:
                 chunk = worker_pb2.ImageChunk(data=bytes(pixels[start : start + _IMAGE_CHUNK]))
                 if start == 0:
                     chunk.content_hash, chunk.request_id = picture.content_hash, request_id
-                    chunk.height, chunk.width = picture.pixels.shape[:2]
+                    chunk.height, chunk.width = picture.pixels.shape[-3:-1]
+                    chunk.frames = len(picture.pixels) if picture.is_video else 0
                 yield chunk
 
         try:

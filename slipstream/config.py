@@ -166,8 +166,10 @@ class RouterConfig:
     """Longest HTTP request body."""
     max_images: int = 16
     """Per request."""
+    max_video_frames: int = 256
+    """Per request, in all its videos."""
     max_image_pixels: int = 64_000_000
-    """Per image, read from its header before anything is decoded."""
+    """Per image or frame, read from its header before anything is decoded."""
     max_pictures_bytes: int = 1 << 30
     """Decoded pictures that all requests of a router may hold together; a request with pictures beyond it gets 429."""
     max_in_flight: int = 512

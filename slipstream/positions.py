@@ -3,7 +3,7 @@
 A grid of t x h x w patches takes t * (h / merge) * (w / merge) placeholder tokens. Text advances all three axes together; the
 placeholders of a grid share the axis origin of the text before it and spread along t, h, w; what follows starts one after the
 largest position on any axis. Qwen3-VL and Qwen3.5 show a video as one grid for each group of frames, with text between;
-Qwen2-VL and Qwen2.5-VL as one grid whose t axis counts time (transformers lets the text after it overlap with it; vLLM does not).
+Qwen2-VL and Qwen2.5-VL as one grid whose t axis counts time (transformers lets the text after it overlap it; vLLM does not).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def check_images(tokens: Sequence[int], grids: Sequence[Grid], *, image_token_id
             raise InvalidRequestError(f"image {number}: a grid of {grid.t}x{grid.h}x{grid.w} patches is not a multiple of "
                                       f"{merge_size} in height and width")
         if not 0 <= grid.t * grid.t_step < MAX_POSITION:
-            raise InvalidRequestError(f"video {number}: {grid.t} groups of frames, {grid.t_step:g} positions apart, are too long")
+            raise InvalidRequestError(f"video {number}: {grid.t} groups of frames {grid.t_step:g} positions apart are too long")
     found = len(placeholders(tokens, image_token_id, video_token_id))
     wanted = sum(merged_tokens(grid, merge_size) for grid in grids)
     if found != wanted:
@@ -66,7 +66,7 @@ def mrope_positions(tokens: Sequence[int], grids: Sequence[Grid], *, image_token
         if int(marked[seen + count - 1]) != row + count - 1 or len(set(tokens[row:row + count])) > 1:
             raise InvalidRequestError(f"the placeholder tokens of the image at token {row} are interrupted by other tokens")
         axes = np.indices((grid.t, grid.h // merge_size, grid.w // merge_size)).reshape(3, count).T
-        axes[:, 0] = (axes[:, 0] * grid.t_step).astype(np.int64)
+        axes[:, 0] = axes[:, 0].astype(np.float32) * np.float32(grid.t_step)  # in float32, as transformers counts
         positions[row:row + count] = axes + origin
         row, origin, seen = row + count, origin + int(axes.max()) + 1, seen + count
         if origin > MAX_POSITION:

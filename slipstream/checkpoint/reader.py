@@ -49,6 +49,7 @@ def _parse(path: Path, config: dict[str, Any]) -> Checkpoint:
     if vision is not None and len(vision.deepstack) > len(layers):
         raise CheckpointError(f"{path / 'config.json'}: vision_config.deepstack_visual_indexes names {len(vision.deepstack)} "
                               f"blocks, one for each of the first layers, but there are {len(layers)} layers")
+    image = visions.image(path, vision)
     experts = texts.experts(text)
     dense = experts is None or len(experts.layers) < int(need(text, "num_hidden_layers"))
     dtype = str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype") or "bfloat16")
@@ -70,11 +71,12 @@ def _parse(path: Path, config: dict[str, Any]) -> Checkpoint:
         eos_token_ids=eos_ids,
         sampling=_sampling(path / "generation_config.json", generation),
         vision=vision,
-        image=visions.image(path, vision),
+        image=image,
         image_token_id=config.get("image_token_id") if vision else None,
         video_token_id=config.get("video_token_id") if vision else None,
         vision_start_token_id=config.get("vision_start_token_id") if vision else None,
         vision_end_token_id=config.get("vision_end_token_id") if vision else None,
+        video=visions.video(path, config, vision, image),
     )
 
 

@@ -85,6 +85,21 @@ class ImageConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VideoConfig:
+    """Video preprocessing (video_preprocessor_config.json): a video is a list of frames."""
+
+    min_pixels: int
+    max_pixels: int
+    """Of all frames together with `timestamps`, else of each frame."""
+    temporal_patch_size: int
+    """Frames of a group, which share their tokens."""
+    timestamps: bool
+    """Each group of frames is a grid of its own behind its time as text (Qwen3-VL, Qwen3.5); else a video is one grid."""
+    tokens_per_second: float | None
+    """Positions on the t axis; None: one for each group of frames."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """Everything that config.json, generation_config.json and preprocessor_config.json say and that we use."""
 
@@ -113,6 +128,7 @@ class Checkpoint:
     video_token_id: int | None
     vision_start_token_id: int | None
     vision_end_token_id: int | None
+    video: VideoConfig | None = None
 
     @property
     def has_linear_layers(self) -> bool:

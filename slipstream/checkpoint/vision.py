@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.checkpoint.folder import read_json
-from slipstream.checkpoint.spec import ImageConfig, VisionConfig, WindowConfig
+from slipstream.checkpoint.spec import ImageConfig, VideoConfig, VisionConfig, WindowConfig
 from slipstream.errors import CheckpointError
 
 
@@ -60,3 +60,26 @@ def image(path: Path, vision: VisionConfig | None) -> ImageConfig | None:
         patch_size=vision.patch_size,
         merge_size=vision.merge_size,
         mean=(float(mean[0]), float(mean[1]), float(mean[2])), std=(float(std[0]), float(std[1]), float(std[2])))
+
+
+def video(path: Path, config: dict[str, Any], vision: VisionConfig | None, image: ImageConfig | None) -> VideoConfig | None:
+    """Of the video processor's file, or else the image processor's; what neither says, its class assumes.
+
+    None where no token stands for a video. Raises CheckpointError.
+    """
+    if vision is None or image is None or config.get("video_token_id") is None:
+        return None
+    processor = read_json(path / "video_preprocessor_config.json")
+    processor = processor or read_json(path / "processor_config.json").get("video_processor") or {}
+    for key, own in (("patch_size", vision.patch_size), ("merge_size", vision.merge_size), ("image_mean", image.mean),
+                     ("image_std", image.std), ("temporal_patch_size", vision.temporal_patch_size)):
+        if (tuple(processor[key]) if isinstance(processor.get(key), list) else processor.get(key, own)) != own:
+            raise CheckpointError(f"{path}: the video processor's {key} is {processor[key]}, that of pictures {own}")
+    processor = processor or read_json(path / "preprocessor_config.json")
+    size, one_grid = processor.get("size") or {}, str(config.get("model_type")).startswith("qwen2")
+    pace = config["vision_config"].get("tokens_per_second", 4 if config.get("model_type") == "qwen2_5_vl" else None)
+    return VideoConfig(
+        min_pixels=int(size.get("shortest_edge", processor.get("min_pixels", 128 * image.factor**2))),
+        max_pixels=int(size.get("longest_edge", processor.get("max_pixels", 768 * image.factor**2))),
+        temporal_patch_size=vision.temporal_patch_size, timestamps=not one_grid,
+        tokens_per_second=float(pace) if one_grid and pace is not None else None)

@@ -39,13 +39,18 @@ def texts() -> list[Prompt]:
             for length in (1, 15, 16, 17, 64, 150)]
 
 
-def with_pictures() -> list[Prompt]:
-    """One picture, two adjacent ones of different aspect, a picture as the last thing of the prompt."""
+def with_pictures(one_grid: bool) -> list[Prompt]:
+    """One picture, two adjacent ones of different aspect, a picture as the last thing of the prompt, and a video between
+    pictures: a grid for each group of frames, or `one_grid`."""
     draw = np.random.default_rng(6)
 
     def picture(height: int, width: int) -> tuple[list[int], object, Grid]:
         pixels = draw.integers(0, 256, (height * 32, width * 32, 3), dtype=np.uint8)
         return [tiny.IMAGE] * (height * width), pixels, Grid(t=1, h=2 * height, w=2 * width)
+
+    def frames(groups: int, height: int, width: int) -> tuple[list[int], object, Grid]:
+        pixels = draw.integers(0, 256, (2 * groups, height * 32, width * 32, 3), dtype=np.uint8)
+        return [tiny.VIDEO] * (groups * height * width), pixels, Grid(t=groups, h=2 * height, w=2 * width, t_step=4.0)
 
     def prompt(*parts: object) -> Prompt:
         tokens: list[int] = []
@@ -61,13 +66,16 @@ def with_pictures() -> list[Prompt]:
         return Prompt(tokens=tokens, pixels=pixels, grids=grids, max_tokens=MAX_TOKENS, ignore_eos=True)
 
     last = prompt([9, 8], picture(3, 4))
-    return [prompt([5, 6, 7], picture(4, 3), [11, 12]), prompt(picture(2, 5), picture(6, 2), [30] * 9),
+    video = [frames(2, 2, 6)] if one_grid else [frames(1, 2, 6), [40, 41], frames(1, 2, 6)]
+    return [prompt([7], picture(2, 2), [8, 9], *video, [10, 11], picture(1, 3), [12]),
+            prompt([5, 6, 7], picture(4, 3), [11, 12]), prompt(picture(2, 5), picture(6, 2), [30] * 9),
             Prompt(tokens=last.tokens[:-1], pixels=last.pixels, grids=last.grids, max_tokens=MAX_TOKENS, ignore_eos=True)]
 
 
 async def test_greedy_equals_transformers(served: tuple[Path, Cluster]) -> None:
     folder, cluster = served
-    prompts = texts() + (with_pictures() if "_vl" in folder.name else [])
+    pictures = with_pictures(one_grid=folder.name.startswith("qwen2")) if "_vl" in folder.name else []
+    prompts = texts() + pictures
     right = [await asyncio.to_thread(oracle.greedy, folder, prompt.tokens, prompt.pixels, MAX_TOKENS) for prompt in prompts]
     assert len({tuple(tokens) for tokens in right}) == len(right), "every prompt has an answer of its own"
     for number, chunk in enumerate(CHUNKS):

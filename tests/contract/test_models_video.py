@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
 from slipstream import checkpoint as checkpoints
+from slipstream.engine.prompt import block_keys, prepare
+from slipstream.errors import InvalidRequestError
 from slipstream.models import registry
 from slipstream.models.vision import Patches
+from slipstream.types import Grid
 from tests.support import oracle, tiny
+from tests.support.engine_driver import request
 from tests.support.plain import Plain
 
 Pixels = NDArray[np.uint8]
@@ -55,23 +58,12 @@ def prompt(folder: Path) -> tuple[list[int], list[Pixels], dict[str, Any]]:
             tokens += [30, 31] + [mark] * (count * len(groups)) + [32]
             pixels.append(video)
     tokens += [12, 13, 14, 15]
-    ids = torch.tensor([tokens])
-    given = oracle.inputs(folder, tokens, [still])
-    given |= {"pixel_values_videos": torch.cat([patches(checkpoint, video) for video in (long, short)]),
-              "video_grid_thw": torch.tensor([[3, 4, 10], [1, 6, 2]]),
-              "mm_token_type_ids": (ids == image).int() + 2 * (ids == mark).int()}
+    given = oracle.inputs(folder, tokens, [still, long, short])
+    assert given["video_grid_thw"].tolist() == [[3, 4, 10], [1, 6, 2]]
     if not by_group:
         config = oracle.model(folder).config.vision_config
         given["second_per_grid_ts"] = torch.tensor([STEP / config.tokens_per_second] * 2)
     return tokens, pixels, given
-
-
-def patches(checkpoint: checkpoints.Checkpoint, video: Pixels) -> torch.Tensor:
-    """[patches, C * t * p * p] by transformers' processor, which resizes only with torchvision."""
-    assert checkpoint.image is not None
-    values = (torch.tensor(video).float() / 255 - torch.tensor(checkpoint.image.mean)) / torch.tensor(checkpoint.image.std)
-    found, *_ = Qwen3VLVideoProcessor.patchify(None, values.permute(0, 3, 1, 2)[None], 16, 2, 2)
-    return torch.as_tensor(found[0])
 
 
 def test_patches_equal_and_an_odd_number_of_frames_repeats_the_last() -> None:
@@ -81,7 +73,7 @@ def test_patches_equal_and_an_odd_number_of_frames_repeats_the_last() -> None:
     video = noise(4, 3, 64, 96, 3)
     whole = np.concatenate((video, video[-1:]))
     found = Patches(checkpoint.vision, checkpoint.image)([whole[:2], whole[2:]])
-    torch.testing.assert_close(found, patches(checkpoint, video), atol=1e-6, rtol=0)
+    torch.testing.assert_close(found, oracle.patches(checkpoints.DEMO, video)[0], atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -102,3 +94,30 @@ def test_logits_and_greedy_tokens_equal(name: str, folders: dict[str, Path]) -> 
     sequence = Plain(model=model, checkpoint=checkpoint)
     first = int(sequence.prefill(tokens, pixels, chunk=7, t_step=STEP)[-1].argmax())
     assert sequence.greedy(first, 12) == oracle.step(folder, given, 12)
+
+
+def test_the_rate_of_a_video_is_part_of_its_blocks_names() -> None:
+    """Same tokens and frames, other positions: from the video's first block on nothing is shared."""
+    checkpoint = checkpoints.read(checkpoints.DEMO)
+    mark = checkpoint.video_token_id or 0
+    tokens = [5] * 16 + [mark] * 8 + [6] * 24
+
+    def keys(step: float, name: bytes = b"x" * 16) -> list[bytes]:
+        return block_keys(request("r", tokens, grids=[Grid(t=2, h=4, w=4, t_step=step)], images=[name]), checkpoint, 16) or []
+
+    slow, fast, other = keys(1.0), keys(2.0), keys(1.0, b"y" * 16)
+    assert len(slow) == 3
+    assert slow[0] == fast[0] == other[0]
+    assert not set(slow[1:]) & set(fast[1:])
+    assert not set(slow[1:]) & set(other[1:])
+    assert keys(1.0) == slow
+
+
+@pytest.mark.parametrize(("grid", "shape"), [
+    (Grid(t=2, h=4, w=4), (64, 64, 3)), (Grid(t=2, h=4, w=4), (2, 64, 64, 3)), (Grid(t=1, h=4, w=4), (4, 64, 64, 3)),
+    (Grid(t=1, h=4, w=4), (2, 64, 32, 3)), (Grid(t=1, h=4, w=4), (1, 64, 64, 3))])
+def test_frames_that_disagree_with_their_grid_are_refused(grid: Grid, shape: tuple[int, ...]) -> None:
+    checkpoint = checkpoints.read(checkpoints.DEMO)
+    tokens = [5, *[checkpoint.video_token_id or 0] * (grid.t * 4)]
+    with pytest.raises(InvalidRequestError, match=r"its grid \d x 4 x 4 needs uint8"):
+        prepare(request("r", tokens, grids=[grid]), [noise(1, *shape)], None, checkpoint, True)

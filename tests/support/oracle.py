@@ -13,6 +13,7 @@ import transformers
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
 from slipstream import checkpoint as checkpoints
 
@@ -28,7 +29,7 @@ def model(folder: Path) -> Any:
 
 
 def inputs(folder: Path, tokens: Sequence[int], pixels: Sequence[Pixels]) -> dict[str, Any]:
-    """What its forward takes."""
+    """What its forward takes. A video [F, H, W, 3] is one grid, groups of frames a grid each; time is counted in seconds."""
     ids = torch.tensor([list(tokens)])
     found: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if pixels:
@@ -39,10 +40,26 @@ def inputs(folder: Path, tokens: Sequence[int], pixels: Sequence[Pixels]) -> dic
             do_resize=False, patch_size=image.patch_size, temporal_patch_size=2, merge_size=image.merge_size,
             image_mean=list(image.mean), image_std=list(image.std),
             size={"shortest_edge": image.min_pixels, "longest_edge": image.max_pixels})
-        processed = processor(images=list(pixels), return_tensors="pt", do_resize=False)
-        found |= {"pixel_values": processed["pixel_values"], "image_grid_thw": processed["image_grid_thw"],
-                  "mm_token_type_ids": torch.eq(ids, checkpoint.image_token_id or -1).int()}
+        if stills := [item for item in pixels if item.ndim == 3]:
+            processed = processor(images=stills, return_tensors="pt", do_resize=False)
+            found |= {"pixel_values": processed["pixel_values"], "image_grid_thw": processed["image_grid_thw"]}
+        if videos := [patches(folder, item) for item in pixels if item.ndim == 4]:
+            found |= {"pixel_values_videos": torch.cat([values for values, _ in videos]),
+                      "video_grid_thw": torch.tensor([grid for _, grid in videos])}
+        stand = torch.eq(ids, checkpoint.image_token_id or -1), torch.eq(ids, checkpoint.video_token_id or -1)
+        found["mm_token_type_ids"] = stand[0].int() + 2 * stand[1].int()
     return found
+
+
+def patches(folder: Path, video: Pixels) -> tuple[Tensor, list[int]]:
+    """[patches, C * t * p * p] and the grid of a video, by transformers' processor, which resizes only with torchvision."""
+    image = checkpoints.read(folder).image
+    assert image is not None
+    nobody: Any = None  # the method does not look at it
+    values = (torch.tensor(video).float() / 255 - torch.tensor(image.mean)) / torch.tensor(image.std)
+    found, *grid = Qwen3VLVideoProcessor.patchify(nobody, values.permute(0, 3, 1, 2)[None], image.patch_size,
+                                                  image.merge_size, 2)
+    return torch.as_tensor(found[0]), [int(side) for side in grid]
 
 
 @torch.no_grad()
