@@ -22,8 +22,7 @@ class ModelConfig:
 
     path: str = "demo"
     """A checkpoint folder, a hub id (`Qwen/Qwen3-0.6B`) whose files lie in the local hub cache, or `demo` for the checkpoint
-    that ships inside the product. Its generation_config.json gives the `temperature`, `top_p`, `top_k`, `min_p` and
-    `repetition_penalty` of requests that leave them out."""
+    that ships inside the product. Its generation_config.json says how tokens are drawn where a request does not."""
     served_name: str = ""
     """The name that clients use; empty: the folder's name."""
     dtype: str = "auto"

@@ -7,10 +7,11 @@ from slipstream.checkpoint.spec import (
     ExpertConfig,
     ImageConfig,
     RopeConfig,
+    RopeScaling,
     VideoConfig,
     VisionConfig,
     WindowConfig,
 )
 
-__all__ = ["DEMO", "Checkpoint", "ExpertConfig", "ImageConfig", "RopeConfig", "VideoConfig", "VisionConfig", "WindowConfig",
-           "read", "resolve"]
+__all__ = ["DEMO", "Checkpoint", "ExpertConfig", "ImageConfig", "RopeConfig", "RopeScaling", "VideoConfig", "VisionConfig",
+           "WindowConfig", "read", "resolve"]

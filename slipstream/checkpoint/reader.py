@@ -50,7 +50,7 @@ def _parse(path: Path, config: dict[str, Any]) -> Checkpoint:
         raise CheckpointError(f"{path / 'config.json'}: vision_config.deepstack_visual_indexes names {len(vision.deepstack)} "
                               f"blocks, one for each of the first layers, but there are {len(layers)} layers")
     image = visions.image(path, vision)
-    experts = texts.experts(text)
+    experts, rope = texts.experts(text), texts.rope(text, head_size, path)
     dense = experts is None or len(experts.layers) < int(need(text, "num_hidden_layers"))
     dtype = str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype") or "bfloat16")
     return Checkpoint(
@@ -63,11 +63,11 @@ def _parse(path: Path, config: dict[str, Any]) -> Checkpoint:
         experts=experts,
         num_heads=heads,
         rms_norm_eps=float(text.get("rms_norm_eps", 1e-6)),
-        rope=texts.rope(text, head_size, path),
+        rope=rope,
         layers=layers,
         tie_embeddings=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
         attention_bias=bool(text.get("attention_bias", False)),
-        max_context=int(text.get("max_position_embeddings", 32768)),
+        max_context=texts.max_context(text, rope.scaling),
         eos_token_ids=eos_ids,
         sampling=_sampling(path / "generation_config.json", generation),
         vision=vision,

@@ -9,6 +9,25 @@ from slipstream.types import LayerSpec, LinearLayer, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Stretches positions beyond those that the model was trained on."""
+
+    kind: str
+    """`linear`: all frequencies; `yarn` and `llama3`: the slow ones, with a passage to the fast ones."""
+    factor: float
+    original_context: int
+    """Positions that the model was trained on."""
+    slow: float = 1.0
+    """Turns in the original context below which a frequency is slow (beta_slow, low_freq_factor)."""
+    fast: float = 32.0
+    """Turns above which it is fast (beta_fast, high_freq_factor)."""
+    truncate: bool = True
+    """YaRN's passage begins and ends at whole frequencies."""
+    attention: float = 1.0
+    """What cos and sin are multiplied by."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RopeConfig:
     """Rotary embedding of the language model."""
 
@@ -18,6 +37,7 @@ class RopeConfig:
     mrope_section: tuple[int, int, int] | None
     """Frequency pairs driven by t, h, w; None: one-dimensional positions."""
     mrope_interleaved: bool
+    scaling: RopeScaling | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
