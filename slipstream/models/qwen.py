@@ -119,11 +119,13 @@ class CausalLM(nn.Module):
     """One rank's part of a text-only model. It has no `encode_images`, so image input is refused instead of ignored."""
 
     traits = Traits()
+    takes_pictures = False
     takes_experts = False
     takes_linear_layers = False
     takes_mrope = False
     takes_deepstack = False
     takes_windows = False
+    drafts = False
 
     def __init__(self, checkpoint: Checkpoint, kernels: Kernels, comm: Communicator | None = None) -> None:
         """`comm` None: the only rank."""
@@ -183,6 +185,8 @@ class Qwen3_5ForCausalLM(CausalLM):
 
 class ConditionalGeneration(CausalLM):
     """With a vision tower, which rank 0 alone holds."""
+
+    takes_pictures = True
 
     def __init__(self, checkpoint: Checkpoint, kernels: Kernels, comm: Communicator | None = None) -> None:
         super().__init__(checkpoint, kernels, comm)
