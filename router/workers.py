@@ -19,7 +19,7 @@ import grpc.aio
 from router.dispatch import Row
 from router.policy import Replica
 from router.silence import unless_silent
-from slipstream.errors import IncompatibleError, InternalError, SlipstreamError, UnavailableError
+from slipstream.errors import IncompatibleError, InternalError, RequestTooLargeError, SlipstreamError, UnavailableError
 from slipstream.rpc import convert
 from slipstream.rpc.channel import connect, reason
 from slipstream.rpc.security import OPEN, Security
@@ -132,7 +132,7 @@ class WorkerLink:
             self._outgoing.put_nowait(worker_pb2.RouterMessage(cancel=worker_pb2.Cancel(handle=handle, attempt=attempt)))
 
     async def put_image(self, picture: Picture, request_id: str, timeout_seconds: float) -> None:
-        """Send pixels by content hash. Raises UnavailableError or the worker's refusal."""
+        """Send pixels by content hash. Raises UnavailableError, or RequestTooLargeError for what no worker could keep."""
         pixels = memoryview(picture.pixels.reshape(-1).data)
 
         async def chunks() -> AsyncIterator[worker_pb2.ImageChunk]:
@@ -147,6 +147,8 @@ class WorkerLink:
         try:
             await self._stub.PutImage(chunks(), timeout=timeout_seconds)
         except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                raise RequestTooLargeError(f"{error.details()}; send a smaller picture, or fewer or smaller frames") from error
             raise UnavailableError(f"the prefill worker did not take a picture: {error.code().name} {error.details()}",
                                    retry_after_seconds=1.0) from error
 

@@ -121,7 +121,7 @@ def declares(*flags: str, base: type[CausalLM] = Plain, **more: object) -> type[
     (declares("drafts"), "Liar declares drafts but has no method draft"),
     (declares(encode_images=lambda self, pixels: []), "Liar has the method encode_images but does not declare takes_pict"),
     (declares(draft=lambda self: None), "Liar has the method draft but does not declare drafts"),
-    (declares("takes_mrope", base=qwen.Qwen3_5ForCausalLM), "Liar declares takes_mrope twice: in Liar and in Qwen3_5ForCausalLM"),
+    (declares("takes_mrope", base=qwen.Qwen3_5ForCausalLM), "takes_mrope twice: in Liar and in Qwen3_5ForCausalLM"),
     (declares("takes_pictures", base=qwen.Qwen3VLForConditionalGeneration),
      "Liar declares takes_pictures twice: in Liar and in ConditionalGeneration"),
     (declares("takes_linear_layers", base=declares("takes_linear_layers")), "takes_linear_layers twice: in Liar and in Liar"),
