@@ -16,7 +16,7 @@ from slipstream.errors import (
     OverloadedError,
     RequestTooLargeError,
 )
-from slipstream.positions import check_images, merged_tokens
+from slipstream.positions import merged_tokens
 from slipstream.text import videos
 from slipstream.text.chat import ChatTemplate
 from slipstream.text.images import Picture, decode, from_data_url
@@ -129,7 +129,8 @@ class PromptBuilder:
                                       "max_video_frames); send fewer, further apart", field="messages")
 
     def _with_times(self, text: str, media: Sequence[Still | Frames]) -> str:
-        """A rendered text; where the model wants that, with a time and a placeholder for each group of a video's frames."""
+        """A rendered text; where the model wants that, with a time and a place for each group of a video's frames instead of the
+        template's one place (of which transformers 5.24 leaves vision_start and vision_end around them)."""
         config, checkpoint = self.checkpoint.video, self.checkpoint
         clips = [item for item in media if isinstance(item, Frames)]
         if config is None or not config.timestamps or not clips:
@@ -213,9 +214,4 @@ class PromptBuilder:
         left = iter(pictures)
         for token in tokens:
             expanded.extend([token] * merged_tokens(next(left).grid, merge) if token in marks else [token])
-        try:
-            check_images(expanded, [picture.grid for picture in pictures], image_token_id=checkpoint.image_token_id,
-                         video_token_id=checkpoint.video_token_id, merge_size=merge)
-        except InvalidRequestError as error:
-            raise InvalidRequestError(error.message, field=field) from error
         return Prompt(tokens=tuple(expanded), pictures=tuple(pictures), field=field)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -20,6 +21,8 @@ from slipstream.errors import CheckpointError
 from slipstream.kernels import reference
 from slipstream.layers.rope import Rotary, frequencies
 from slipstream.models import registry
+from slipstream.positions import mrope_positions
+from slipstream.types import Grid
 from tests.support import oracle, tiny
 from tests.support.plain import Plain
 
@@ -128,4 +131,21 @@ def test_logits_equal_with_yarn(name: str, tmp_path: Path) -> None:
     tokens = torch.randint(0, 490, (150,), generator=torch.Generator().manual_seed(4)).tolist()
     expected = oracle.logits(tmp_path, tokens)
     found = Plain(model=model, checkpoint=checkpoint).prefill(tokens, chunk=64)
+    assert float((found - expected).abs().max()) < max(1e-4, 1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen2_5_vl", "qwen3_5_vl"])
+def test_logits_far_beyond_32k_positions(name: str, tmp_path: Path) -> None:
+    """A picture at 40,000, as behind a long text: positions are turned into angles themselves, not looked up in a table."""
+    tiny.write(name, tmp_path)
+    checkpoint = checkpoints.read(tmp_path)
+    model = registry.load(checkpoint, dtype=torch.float32, device=torch.device("cpu"))
+    pixels = np.random.default_rng(1).integers(0, 256, (96, 64, 3), np.uint8)
+    tokens = [5, 6, *[tiny.IMAGE] * 6, *range(100, 130)]
+    near, _ = mrope_positions(tokens, [Grid(t=1, h=6, w=4)], image_token_id=tiny.IMAGE, video_token_id=None, merge_size=2)
+    far = near + 40_000
+    with torch.no_grad():
+        expected = oracle.model(tmp_path)(**oracle.inputs(tmp_path, tokens, [pixels]),
+                                          position_ids=torch.tensor(far.T[:, None], dtype=torch.int64)).logits[0]
+    found = Plain(model=model, checkpoint=checkpoint).prefill(tokens, [pixels], positions=far, chunk=7)
     assert float((found - expected).abs().max()) < max(1e-4, 1e-5 * float(expected.abs().max()))

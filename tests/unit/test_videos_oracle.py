@@ -141,7 +141,8 @@ def test_where_time_is_counted_a_video_is_one_grid() -> None:
 
 def test_ids_equal_transformers() -> None:
     """The template's one place becomes a time and a place for each group of frames; the times are part of the text before them,
-    with which their tokens may join. A user's own `<|video_pad|>` stays text."""
+    with which their tokens may join. A user's own `<|video_pad|>` stays text. The processor's first
+    version put its text in the place of vision_start, video_pad and vision_end; that of 5.24, in that of video_pad alone."""
     frames = noise(5, 64, 96)
     prompt = chat([{"type": "text", "text": "What happens at <"}, {"type": "video", "video": list(map(url, frames)), "fps": 4},
                    {"type": "text", "text": " and then <|video_pad|> "},
