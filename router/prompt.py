@@ -129,8 +129,8 @@ class PromptBuilder:
                                       "max_video_frames); send fewer, further apart", field="messages")
 
     def _with_times(self, text: str, media: Sequence[Still | Frames]) -> str:
-        """A rendered text; where the model wants that, with a time and a place for each group of a video's frames instead of the
-        template's one place (of which transformers 5.24 leaves vision_start and vision_end around them)."""
+        """A rendered text; where the model wants that, with a time and a place for each group of a video's frames, instead of
+        the template's one place (of which transformers 5.24 leaves vision_start and vision_end around them)."""
         config, checkpoint = self.checkpoint.video, self.checkpoint
         clips = [item for item in media if isinstance(item, Frames)]
         if config is None or not config.timestamps or not clips:
