@@ -76,7 +76,7 @@ def _parse(path: Path, config: dict[str, Any]) -> Checkpoint:
         video_token_id=config.get("video_token_id") if vision else None,
         vision_start_token_id=config.get("vision_start_token_id") if vision else None,
         vision_end_token_id=config.get("vision_end_token_id") if vision else None,
-        video=visions.video(path, config, vision, image),
+        video=visions.video(path, config, vision, image, architecture),
     )
 
 

@@ -62,7 +62,8 @@ def image(path: Path, vision: VisionConfig | None) -> ImageConfig | None:
         mean=(float(mean[0]), float(mean[1]), float(mean[2])), std=(float(std[0]), float(std[1]), float(std[2])))
 
 
-def video(path: Path, config: dict[str, Any], vision: VisionConfig | None, image: ImageConfig | None) -> VideoConfig | None:
+def video(path: Path, config: dict[str, Any], vision: VisionConfig | None, image: ImageConfig | None,
+          architecture: str) -> VideoConfig | None:
     """Of the video processor's file, or else the image processor's; what neither says, its class assumes.
 
     None where no token stands for a video. Raises CheckpointError.
@@ -76,10 +77,10 @@ def video(path: Path, config: dict[str, Any], vision: VisionConfig | None, image
         if (tuple(processor[key]) if isinstance(processor.get(key), list) else processor.get(key, own)) != own:
             raise CheckpointError(f"{path}: the video processor's {key} is {processor[key]}, that of pictures {own}")
     processor = processor or read_json(path / "preprocessor_config.json")
-    size, one_grid = processor.get("size") or {}, str(config.get("model_type")).startswith("qwen2")
-    pace = config["vision_config"].get("tokens_per_second", 4 if config.get("model_type") == "qwen2_5_vl" else None)
+    size = processor.get("size") or {}
+    pace = config["vision_config"].get("tokens_per_second", 4) if architecture.startswith("Qwen2_5") else None
     return VideoConfig(
-        min_pixels=int(size.get("shortest_edge", processor.get("min_pixels", 128 * image.factor**2))),
-        max_pixels=int(size.get("longest_edge", processor.get("max_pixels", 768 * image.factor**2))),
-        temporal_patch_size=vision.temporal_patch_size, timestamps=not one_grid,
-        tokens_per_second=float(pace) if one_grid and pace is not None else None)
+        min_pixels=int(processor.get("min_pixels") or size.get("shortest_edge", 128 * image.factor**2)),
+        max_pixels=int(processor.get("max_pixels") or size.get("longest_edge", 768 * image.factor**2)),
+        temporal_patch_size=vision.temporal_patch_size, timestamps=not architecture.startswith("Qwen2"),
+        tokens_per_second=float(pace) if pace is not None else None)

@@ -63,19 +63,22 @@ def test_the_demo_is_read() -> None:
 
 
 @pytest.mark.parametrize(("kind", "files", "wanted"), [
-    ("qwen3_vl", {}, (128 * 32**2, 768 * 32**2, True, None)),
-    ("qwen3_vl", {"preprocessor_config": {"size": {"shortest_edge": 7, "longest_edge": 8}}}, (7, 8, True, None)),
-    ("qwen3_vl", {"preprocessor_config": {"size": {"shortest_edge": 7, "longest_edge": 8}},
+    ("Qwen3VL", {}, (128 * 32**2, 768 * 32**2, True, None)),
+    ("Qwen3VL", {"preprocessor_config": {"size": {"shortest_edge": 7, "longest_edge": 8}}}, (7, 8, True, None)),
+    ("Qwen3VL", {"preprocessor_config": {"size": {"shortest_edge": 7, "longest_edge": 8}},
                   "processor_config": {"video_processor": {"size": {"shortest_edge": 4096, "longest_edge": 25165824}}}},
      (4096, 25165824, True, None)),
-    ("qwen2_5_vl", {"preprocessor_config": {"min_pixels": 3136, "max_pixels": 12845056}}, (3136, 12845056, False, 2.0)),
-    ("qwen2_vl", {}, (128 * 32**2, 768 * 32**2, False, None)),
+    ("Qwen2_5_VL", {"preprocessor_config": {"min_pixels": 3136, "max_pixels": 12845056}}, (3136, 12845056, False, 2.0)),
+    ("Qwen2VL", {}, (128 * 32**2, 768 * 32**2, False, None)),
 ])
 def test_families(kind: str, files: dict[str, Any], wanted: tuple[Any, ...], tmp_path: Path) -> None:
     """Qwen3-VL and Qwen3.5 write times; Qwen2.5-VL counts them in positions; Qwen2-VL knows none."""
-    config = json.loads((DEMO / "config.json").read_text()) | {"model_type": kind}
-    if kind == "qwen2_5_vl":
-        config["vision_config"]["tokens_per_second"] = 2
+    config = json.loads((DEMO / "config.json").read_text()) | {"architectures": [f"{kind}ForConditionalGeneration"]}
+    config["vision_config"] |= {"deepstack_visual_indexes": []}
+    if kind != "Qwen3VL":
+        del config["vision_config"]["hidden_act"]
+        config["vision_config"] |= {"embed_dim": 128, "hidden_size": 256} if kind == "Qwen2VL" else {
+            "tokens_per_second": 2, "window_size": 64, "fullatt_block_indexes": []}
     for name, content in {"config": config, **files}.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
     found = checkpoints.read(tmp_path).video
