@@ -211,6 +211,16 @@ def test_refusals_say_how(part: dict[str, Any], words: str) -> None:
     assert (caught.value.field or "").startswith("messages")
 
 
+def test_a_text_only_model_takes_no_pictures() -> None:
+    messages = chat_request({"model": "m", "messages": [{"role": "user", "content": [
+        {"type": "image_url", "image_url": {"url": FRAMES[0]}}]}]}).messages
+    blind = dataclasses.replace(CHECKPOINT, video=None, image=None, vision=None)
+    with pytest.raises(InvalidRequestError, match="this model is text-only; send the request without images") as caught:
+        PromptBuilder(blind, RouterConfig()).chat(messages, lambda count: None)
+    assert caught.value.field == "messages[0].content[0].image_url"
+    assert caught.value.http_status == 400
+
+
 def test_models_without_videos_and_templates_without_a_place() -> None:
     content = [{"type": "video", "video": FRAMES}]
     messages = chat_request({"model": "m", "messages": [{"role": "user", "content": content}]}).messages
