@@ -37,7 +37,8 @@ def rope(text: dict[str, Any], head_size: int, path: Path) -> RopeConfig:
 
 
 def experts(text: dict[str, Any]) -> ExpertConfig | None:
-    """Where Qwen3-MoE leaves `norm_topk_prob` out, its class does not normalise; Qwen3-Next's does, and Qwen3.5's always."""
+    """Where Qwen3-MoE leaves `norm_topk_prob` out, its class does not normalise; Qwen3-Next's does; Qwen3-VL's and Qwen3.5's
+    always."""
     count, kind = int(text.get("num_experts") or text.get("num_local_experts") or 0), str(text.get("model_type", ""))
     if not count:
         return None
@@ -48,7 +49,7 @@ def experts(text: dict[str, Any]) -> ExpertConfig | None:
     return ExpertConfig(
         count=count, top_k=top_k, intermediate_size=int(text["moe_intermediate_size"]),
         shared_size=int(text.get("shared_expert_intermediate_size") or 0),
-        normalise=kind.startswith("qwen3_5") or bool(text.get("norm_topk_prob", kind != "qwen3_moe")),
+        normalise=kind.startswith(("qwen3_5", "qwen3_vl")) or bool(text.get("norm_topk_prob", kind != "qwen3_moe")),
         layers=frozenset(i for i in range(int(text["num_hidden_layers"])) if i not in dense and (i + 1) % step == 0))
 
 

@@ -216,6 +216,12 @@ class Qwen3VLForConditionalGeneration(ConditionalGeneration):
     takes_deepstack = True
 
 
+class Qwen3VLMoeForConditionalGeneration(Qwen3VLForConditionalGeneration):
+    """Qwen3-VL with experts."""
+
+    takes_experts = True
+
+
 class Qwen3_5ForConditionalGeneration(ConditionalGeneration):
     """Qwen3.5 with pictures."""
 

@@ -63,7 +63,9 @@ def load_into(model: nn.Module, whole: nn.Module, folder: Path, *, rename: Calla
     files = files_of(folder)
     names = {disk_name: name for disk_name in files if (name := rename(disk_name)) is not None}
     held = set(names.values())
-    wanted, shapes = _pieces(model, held), {name: piece.shape for name, (_, piece) in _pieces(whole, held).items()}
+    transposed = _experts_lie_transposed(whole, {name: disk_name for disk_name, name in names.items()}, files)
+    wanted = _pieces(model, held, transposed)
+    shapes = {name: piece.shape for name, (_, piece) in _pieces(whole, held, transposed).items()}
     if unused := sorted(files.keys() - names):
         logger.info("%s: %d weights are not used by this model, such as %s", folder, len(unused), unused[0])
     unknown = sorted(disk_name for disk_name, name in names.items() if name not in shapes)
@@ -119,25 +121,38 @@ def _stored(names: Iterable[str], files: dict[str, Path]) -> Iterator[tuple[str,
                 yield name, path, file.get_slice(name)
 
 
-def _pieces(model: nn.Module, held: Container[str]) -> dict[str, tuple[str, Piece]]:
+def _experts_lie_transposed(whole: nn.Module, disk_names: dict[str, str], files: dict[str, Path]) -> bool:
+    """True where a Stack that is not square has its other shape on disk. The last that tells is asked: a down_proj, unless that
+    is square; then the gate_up_proj is not."""
+    for name, parameter in reversed(list(whole.named_parameters())):
+        if isinstance(parameter, Stack) and name in disk_names and parameter.shape[1] != parameter.shape[2]:
+            _, _, stored = next(_stored([disk_names[name]], files))
+            return tuple(stored.get_shape()) == parameter.transposed().shape
+    return False
+
+
+def _pieces(model: nn.Module, held: Container[str], transposed: bool) -> dict[str, tuple[str, Piece]]:
     """Every tensor that must be `held`, by name: the parameter that it fills, and where. A Stack may lie in pieces."""
     found: dict[str, tuple[str, Piece]] = {}
     for name, parameter in model.named_parameters():
         pieces = parameter.pieces(name.rpartition(".")[0]) if isinstance(parameter, Stack) else {}
-        if not any(piece in held for piece in pieces):
+        if isinstance(parameter, Stack) and transposed:
+            pieces = {name: parameter.transposed()}
+        elif not any(piece in held for piece in pieces):
             pieces = {name: parameter.piece() if isinstance(parameter, Part) else Piece(tuple(parameter.shape))}
         found |= {piece: (name, where) for piece, where in pieces.items()}
     return found
 
 
 def _read(stored: Any, piece: Piece) -> Tensor:
-    """What the rank takes of a stored tensor, and nothing else."""
+    """What the rank takes of a stored tensor, and nothing else, in the parameter's order of axes."""
     if piece.cut is None:
         whole: Tensor = stored[:]
         return whole
     before = (slice(None),) * piece.axis
     parts = [stored[(*before, slice(part.start, part.stop))] for part in piece.cut.ranges]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, piece.axis)
+    found = parts[0] if len(parts) == 1 else torch.cat(parts, piece.axis)
+    return found.transpose(-1, -2) if piece.transposed else found
 
 
 def _open(path: Path) -> safe_open:

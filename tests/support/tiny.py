@@ -38,11 +38,11 @@ _MARKS: dict[str, Any] = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vis
                           "vision_end_token_id": VISION_END}
 
 
-def _vl_3(layers: int = 4, tied: bool = False) -> Any:
+def _vl_3(layers: int = 4, tied: bool = False, family: str = "Qwen3VL", **more: Any) -> Any:
     """Three deepstack features; with three layers one of them follows the last layer."""
     rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
-    text = {**_TEXT_3, "num_hidden_layers": layers, "rope_theta": None, "rope_parameters": rope}
-    return transformers.Qwen3VLForConditionalGeneration(transformers.Qwen3VLConfig(
+    text = {**_TEXT_3, "num_hidden_layers": layers, "rope_theta": None, "rope_parameters": rope, **more}
+    return getattr(transformers, f"{family}ForConditionalGeneration")(getattr(transformers, f"{family}Config")(
         text_config=text, vision_config={**_VISION, "depth": 4, "deepstack_visual_indexes": [0, 1, 3]},
         tie_word_embeddings=tied, **_MARKS))
 
@@ -69,6 +69,7 @@ _MODELS: dict[str, Callable[[], Any]] = {
     "qwen2_5_vl": _vl_2_5,
     "qwen3_vl": _vl_3,
     "qwen3_tied_vl": lambda: _vl_3(layers=3, tied=True),
+    "qwen3_moe_vl": lambda: _vl_3(family="Qwen3VLMoe", mlp_only_layers=[1], **_EXPERTS),
     "qwen3_5_text": lambda: _text_3_5(tied=False),
     "qwen3_5_text_tied": lambda: _text_3_5(tied=True),
     "qwen3_5_vl": lambda: transformers.Qwen3_5ForConditionalGeneration(transformers.Qwen3_5Config(
