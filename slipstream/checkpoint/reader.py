@@ -41,7 +41,7 @@ def _parse(path: Path, config: dict[str, Any]) -> Checkpoint:
     hidden = int(need(text, "hidden_size"))
     head_size = int(text.get("head_dim") or hidden // heads)
     # A text-only class may be named over a config that also describes a tower: it is then served without pictures.
-    vision = None if architecture.endswith("ForCausalLM") else visions.vision(path, config.get("vision_config"))
+    vision = None if architecture.endswith("ForCausalLM") else visions.vision(path, config.get("vision_config"), architecture)
     generation = read_json(path / "generation_config.json")
     eos = generation.get("eos_token_id", text.get("eos_token_id", config.get("eos_token_id")))
     eos_ids = frozenset(int(i) for i in (eos if isinstance(eos, list) else [eos]) if i is not None)

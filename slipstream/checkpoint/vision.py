@@ -11,20 +11,28 @@ from slipstream.checkpoint.spec import ImageConfig, VisionConfig, WindowConfig
 from slipstream.errors import CheckpointError
 
 
-def vision(path: Path, config: dict[str, Any] | None) -> VisionConfig | None:
-    """Of `vision_config`; None without one. Raises CheckpointError."""
+def vision(path: Path, config: dict[str, Any] | None, architecture: str) -> VisionConfig | None:
+    """Of `vision_config`; None without one. Raises CheckpointError.
+
+    Qwen2-VL calls `embed_dim` what later models call `hidden_size`, which is its name for `out_hidden_size`.
+    """
     if not config:
         return None
+    first = architecture.startswith("Qwen2VL")
+    if first:
+        width = int(config["embed_dim"])
+        config = {**config, "out_hidden_size": config["hidden_size"], "hidden_size": width,
+                  "intermediate_size": width * config.get("mlp_ratio", 4)}
     deepstack = tuple(int(block) for block in config.get("deepstack_visual_indexes") or ())
     if list(deepstack) != sorted(set(deepstack) & set(range(int(config["depth"])))):
         raise CheckpointError(f"{path / 'config.json'}: vision_config.deepstack_visual_indexes {list(deepstack)} must ascend "
                               f"within the {config['depth']} blocks")
     windows = _windows(path, config) if config.get("window_size") else None
-    activation = "gelu_pytorch_tanh" if windows is None else "silu"
+    activation = "quick_gelu" if first else "gelu_pytorch_tanh" if windows is None else "silu"
     if config.get("hidden_act", activation) != activation:
         raise CheckpointError(f"{path / 'config.json'}: vision_config.hidden_act {config['hidden_act']!r} is not supported; "
                               f"known: {activation}")
-    positions = int(config["num_position_embeddings"]) if windows is None else 0
+    positions = int(config["num_position_embeddings"]) if windows is None and not first else 0
     if math.isqrt(positions) ** 2 != positions:
         raise CheckpointError(f"{path / 'config.json'}: vision_config.num_position_embeddings {positions} is not a square")
     return VisionConfig(

@@ -46,7 +46,7 @@ def architectures() -> dict[str, type[CausalLM]]:
     """Every architecture that can be served, by its name in config.json."""
     return {kind.__name__: kind for kind in (
         qwen.Qwen2ForCausalLM, qwen.Qwen3ForCausalLM, qwen.Qwen3MoeForCausalLM, qwen.Qwen3NextForCausalLM,
-        qwen.Qwen2_5_VLForConditionalGeneration, qwen.Qwen3VLForConditionalGeneration,
+        qwen.Qwen2VLForConditionalGeneration, qwen.Qwen2_5_VLForConditionalGeneration, qwen.Qwen3VLForConditionalGeneration,
         qwen.Qwen3VLMoeForConditionalGeneration,
         qwen.Qwen3_5ForCausalLM, qwen.Qwen3_5ForConditionalGeneration,
         qwen.Qwen3_5MoeForCausalLM, qwen.Qwen3_5MoeForConditionalGeneration)}

@@ -107,7 +107,7 @@ def test_greedy_tokens_equal_through_the_caches(name: str, folders: dict[str, Pa
             assert sequence.greedy(first, 20) == expected, f"{what}, chunks of {chunk}"
 
 
-@pytest.mark.parametrize("name", ["demo", "qwen2_5_vl", "qwen3_vl", "qwen3_5_vl"])
+@pytest.mark.parametrize("name", ["demo", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5_vl"])
 def test_positions_matter_and_a_swap_or_a_lost_delta_is_noticed(name: str, folders: dict[str, Path],
                                                                 models: dict[str, CausalLM]) -> None:
     """The comparison would fail if two axes were swapped, all were equal, or decode forgot the delta: shown by doing it."""

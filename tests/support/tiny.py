@@ -56,6 +56,16 @@ def _vl_2_5() -> Any:
         text_config=text, vision_config={**vision, "window_size": 64, "fullatt_block_indexes": [1]}, **_MARKS))
 
 
+def _vl_2() -> Any:
+    """A tower that names its sizes otherwise."""
+    text = {**_TEXT_2, "rope_theta": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}}
+    vision = {"depth": 3, "embed_dim": 48, "hidden_size": 64, "mlp_ratio": 2, "num_heads": 4, "patch_size": 16,
+              "spatial_merge_size": 2, "temporal_patch_size": 2}
+    return transformers.Qwen2VLForConditionalGeneration(transformers.Qwen2VLConfig(
+        text_config=text, vision_config=vision, **_MARKS))
+
+
 def _text_3_5(tied: bool) -> Any:
     return transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**_TEXT_3_5, tie_word_embeddings=tied))
 
@@ -66,6 +76,7 @@ def _moe_3(**options: Any) -> Any:
 
 _MODELS: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**_TEXT_3)),
+    "qwen2_vl": _vl_2,
     "qwen2_5_vl": _vl_2_5,
     "qwen3_vl": _vl_3,
     "qwen3_tied_vl": lambda: _vl_3(layers=3, tied=True),
