@@ -24,8 +24,9 @@ def rope(text: dict[str, Any], head_size: int, path: Path) -> RopeConfig:
         raise CheckpointError(f"{path / 'config.json'}: rope type {kind!r} is not supported; known: default, mrope")
     theta = rope.get("rope_theta", text.get("rope_theta", 10000.0))
     fraction = float(rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 0.25 if hybrid else 1.0)))
-    section = rope.get("mrope_section")
     rotary = int(head_size * fraction)
+    assumed = text.get("mrope_section")
+    section = rope.get("mrope_section", assumed if assumed and 2 * sum(assumed) == rotary else None)
     if section is not None and (len(section) != 3 or sum(section) != rotary // 2):
         raise CheckpointError(f"{path / 'config.json'}: mrope_section {section} must be three numbers that add up to "
                               f"{rotary // 2}, half of the {rotary} rotated channels")

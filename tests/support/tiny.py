@@ -96,6 +96,13 @@ _MODELS: dict[str, Callable[[], Any]] = {
 NAMES = tuple(_MODELS)
 
 
+def declared(name: str) -> Any:
+    """The configuration of `name`, as transformers writes it."""
+    model = _MODELS[name]()
+    model.config.architectures = [type(model).__name__]
+    return model.config
+
+
 def write_wide(folder: Path) -> Path:
     """A text-only Qwen3.5 that TP8 cuts, with the weight names and the tokenizer of a served checkpoint."""
     sizes = {**_TEXT_3_5, "vocab_size": 1920, "num_attention_heads": 8, "linear_num_value_heads": 8}
