@@ -56,19 +56,22 @@ def load_into(model: nn.Module, whole: nn.Module, folder: Path, *, rename: Calla
     """Load every parameter of `model` from the folder; of one that is a Part, only its ranges are read.
 
     `whole` (which may be on the meta device) has the names and shapes that the folder must hold; what `model` lacks of them is
-    another rank's. `rename` maps a name on disk to a parameter's name, or None for a weight that is nobody's. Raises
-    CheckpointError with the tensor's name, file, expected and found shape for a missing, misshapen, doubled, unknown or
-    non-finite weight.
+    another rank's. `rename` maps a name on disk to a parameter's name, or None for a weight that is known to be nobody's.
+    A weight that is not known is left out with a warning, unless it lies inside a part that the model has: then the model
+    would compute something else without it. Raises CheckpointError with the tensor's name, file, expected and found shape for
+    a missing, misshapen, doubled or non-finite weight, and for one that may not be left out.
     """
     files = files_of(folder)
     names = {disk_name: name for disk_name in files if (name := rename(disk_name)) is not None}
     held = set(names.values())
-    transposed = _experts_lie_transposed(whole, {name: disk_name for disk_name, name in names.items()}, files)
+    transposed = _experts_lie_transposed(whole, names, files)
     wanted = _pieces(model, held, transposed)
     shapes = {name: piece.shape for name, (_, piece) in _pieces(whole, held, transposed).items()}
     if unused := sorted(files.keys() - names):
         logger.info("%s: %d weights are not used by this model, such as %s", folder, len(unused), unused[0])
     unknown = sorted(disk_name for disk_name, name in names.items() if name not in shapes)
+    parts = {name for name, _ in whole.named_children()}
+    inside = [disk_name for disk_name in unknown if names[disk_name].partition(".")[0] in parts]
     ours = {disk_name: name for disk_name, name in names.items() if name in wanted}
     found: dict[str, str] = {}
     for disk_name, file, stored in _stored([*ours, *unknown], files):
@@ -100,9 +103,11 @@ def load_into(model: nn.Module, whole: nn.Module, folder: Path, *, rename: Calla
         named = ", ".join(f"{name} {shapes[name]}" for name in missing[:5])
         raise CheckpointError(f"{folder} lacks {len(missing)} weights: {named}{', ...' if len(missing) > 5 else ''}"
                               + (f"; it holds names that are not known, such as {unknown[0]}" if unknown else ""))
+    if inside:
+        raise CheckpointError(f"{folder} holds weights that this architecture does not have: {', '.join(inside[:5])}"
+                              f"{', ...' if len(inside) > 5 else ''}; is config.json the right one?")
     if unknown:
-        raise CheckpointError(f"{folder} holds weights that this architecture does not have: {', '.join(unknown[:5])}"
-                              f"{', ...' if len(unknown) > 5 else ''}; is config.json the right one?")
+        logger.warning("%s: %d weights are not known and left out, such as %s", folder, len(unknown), unknown[0])
 
 
 def _stored(names: Iterable[str], files: dict[str, Path]) -> Iterator[tuple[str, Path, Any]]:
@@ -121,13 +126,14 @@ def _stored(names: Iterable[str], files: dict[str, Path]) -> Iterator[tuple[str,
                 yield name, path, file.get_slice(name)
 
 
-def _experts_lie_transposed(whole: nn.Module, disk_names: dict[str, str], files: dict[str, Path]) -> bool:
+def _experts_lie_transposed(whole: nn.Module, names: dict[str, str], files: dict[str, Path]) -> bool:
     """True where a Stack that is not square has its other shape on disk. The last that tells is asked: a down_proj, unless that
     is square; then the gate_up_proj is not."""
+    disk_names = {name: disk_name for disk_name, name in names.items()}
     for name, parameter in reversed(list(whole.named_parameters())):
         if isinstance(parameter, Stack) and name in disk_names and parameter.shape[1] != parameter.shape[2]:
             _, _, stored = next(_stored([disk_names[name]], files))
-            return tuple(stored.get_shape()) == parameter.transposed().shape
+            return tuple(stored.get_shape())[1:] == parameter.transposed().shape[1:]
     return False
 
 
