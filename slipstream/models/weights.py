@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 
+_MAPPED_VALUES = 16 << 20
 _STORED = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -83,19 +85,18 @@ def load_into(model: nn.Module, whole: nn.Module, folder: Path, *, rename: Calla
         shape = shapes[name]
         if tuple(stored.get_shape()) != shape:
             raise CheckpointError(f"{disk_name} in {file}: expected shape {shape}, found {tuple(stored.get_shape())}")
+        parameter, piece = wanted[name]
+        memory = _memory(model, parameter, dtype, device)[piece.place]
         try:
-            parameter, piece = wanted[name]
-            tensor = _read(stored, piece)
+            kind = _fill(memory, stored, piece)
         except SafetensorError as error:
             raise CheckpointError(f"cannot read {disk_name} from {file}: {error}") from error
-        if tensor.dtype not in _STORED:
-            raise CheckpointError(f"{disk_name} in {file} of shape {shape} is stored as {tensor.dtype}; known: "
+        if kind not in _STORED:
+            raise CheckpointError(f"{disk_name} in {file} of shape {shape} is stored as {kind}; known: "
                                   f"{', '.join(str(known) for known in _STORED)}")
-        converted = tensor.to(device=device, dtype=dtype).contiguous()
-        if not bool(torch.isfinite(converted).all()):
+        if not _is_finite(memory):
             raise CheckpointError(f"{disk_name} in {file} of shape {shape} holds NaN or infinity as {dtype}; "
                                   "the file is damaged, or the dtype too narrow")
-        _assign(model, parameter, piece, converted)
         found[name] = disk_name
         if progress is not None:
             progress(len(found), len(wanted))
@@ -118,12 +119,18 @@ def _stored(names: Iterable[str], files: dict[str, Path]) -> Iterator[tuple[str,
     for path, names in by_file.items():
         with _open(path) as file:
             inside = set(file.keys())
-            if doubled := sorted(name for name in inside if files.get(name, path) != path):
-                raise CheckpointError(f"{doubled[0]} is in {path} and, by the index, in {files[doubled[0]]}")
-            for name in names:
-                if name not in inside:
-                    raise CheckpointError(f"the index says that {name} is in {path}, but it is not")
-                yield name, path, file.get_slice(name)
+        if doubled := sorted(name for name in inside if files.get(name, path) != path):
+            raise CheckpointError(f"{doubled[0]} is in {path} and, by the index, in {files[doubled[0]]}")
+        if absent := [name for name in names if name not in inside]:
+            raise CheckpointError(f"the index says that {absent[0]} is in {path}, but it is not")
+        waiting = list(reversed(names))
+        while waiting:  # what is read of a mapped file counts as memory until the file is closed
+            mapped = 0
+            with _open(path) as file:
+                while waiting and mapped < _MAPPED_VALUES:
+                    stored = file.get_slice(waiting[-1])
+                    yield waiting.pop(), path, stored
+                    mapped += math.prod(stored.get_shape())
 
 
 def _experts_lie_transposed(whole: nn.Module, names: dict[str, str], files: dict[str, Path]) -> bool:
@@ -150,15 +157,22 @@ def _pieces(model: nn.Module, held: Container[str], transposed: bool) -> dict[st
     return found
 
 
-def _read(stored: Any, piece: Piece) -> Tensor:
-    """What the rank takes of a stored tensor, and nothing else, in the parameter's order of axes."""
-    if piece.cut is None:
-        whole: Tensor = stored[:]
-        return whole
-    before = (slice(None),) * piece.axis
-    parts = [stored[(*before, slice(part.start, part.stop))] for part in piece.cut.ranges]
-    found = parts[0] if len(parts) == 1 else torch.cat(parts, piece.axis)
-    return found.transpose(-1, -2) if piece.transposed else found
+def _fill(memory: Tensor, stored: Any, piece: Piece) -> torch.dtype:
+    """Copy what the rank takes of a stored tensor, and nothing else, to where it belongs; the dtype on disk."""
+    before, axis = (slice(None),) * piece.axis, piece.axis
+    target = memory.transpose(-1, -2) if piece.transposed else memory
+    at = 0
+    for part in piece.cut.ranges if piece.cut is not None else (None,):
+        source: Tensor = stored[:] if part is None else stored[(*before, slice(part.start, part.stop))]
+        place = target if part is None else target.narrow(axis, at, len(part))
+        place.copy_(source)
+        at += len(part or ())
+    return source.dtype
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """NaN is the least and the greatest of whatever it is among."""
+    return not tensor.numel() or bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
 
 
 def _open(path: Path) -> safe_open:
@@ -168,14 +182,11 @@ def _open(path: Path) -> safe_open:
         raise CheckpointError(f"{path} is not a complete safetensors file: {error}") from error
 
 
-def _assign(model: nn.Module, name: str, piece: Piece, tensor: Tensor) -> None:
-    """A parameter in pieces is made with the first of them; it is whole when none is missing."""
+def _memory(model: nn.Module, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A parameter's own memory, which is made when its first piece comes. It is whole when no piece is missing."""
     parent, _, leaf = name.rpartition(".")
     module = model.get_submodule(parent)
-    if piece.place:
-        stack = module.get_parameter(leaf)
-        if stack.is_meta:
-            stack = nn.Parameter(torch.empty(stack.shape, dtype=tensor.dtype, device=tensor.device), requires_grad=False)
-        stack[piece.place] = tensor
-        tensor = stack
-    setattr(module, leaf, nn.Parameter(tensor, requires_grad=False))
+    if module.get_parameter(leaf).is_meta:
+        empty = torch.empty(module.get_parameter(leaf).shape, dtype=dtype, device=device)
+        setattr(module, leaf, nn.Parameter(empty, requires_grad=False))
+    return module.get_parameter(leaf).data
