@@ -108,12 +108,12 @@ _PREFIXES = {"model.language_model.": "model.", "language_model.model.": "model.
 
 
 def _rename(name: str, vision: bool, checkpoint: Checkpoint) -> str | None:
-    """A name on disk, under any of the prefixes that Qwen checkpoints use; extra heads, an unused tower and the frequencies that
-    old files repeat are left out."""
+    """A name on disk, under any of the prefixes that Qwen checkpoints use. Left out are extra heads, an unused tower, and the
+    frequencies that old files repeat."""
     for prefix, ours in _PREFIXES.items():
         if name.startswith(prefix):
             name = ours + name.removeprefix(prefix)
             break
-    if name.startswith(("mtp.", "model.mtp.")) or name.endswith(".rotary_emb.inv_freq") or (name.startswith("visual.") and not vision):
+    if name.startswith(("mtp.", "model.mtp.") if vision else ("mtp.", "model.mtp.", "visual.")) or name.endswith(".inv_freq"):
         return None
     return None if name == "lm_head.weight" and checkpoint.tie_embeddings else name

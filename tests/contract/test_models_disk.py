@@ -1,4 +1,4 @@
-"""Every registered architecture as it may lie on disk: prefixes, experts, shards, dtypes, extra and tied weights; and damaged."""
+"""Every registered architecture as it may lie on disk: prefixes, experts, shards, dtypes, extra and tied weights; or damaged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from slipstream import checkpoint as checkpoints
@@ -59,8 +59,8 @@ def lay(folder: Path, like: Path, weights: Weights, files: int = 1, **config: ob
         save_file({name: weights[name].contiguous() for name in names}, folder / "model.safetensors")
         return folder
     index = {name: f"model-{i % files}.safetensors" for i, name in enumerate(names)}
-    for file in set(index.values()):
-        save_file({name: weights[name].contiguous() for name in names if index[name] == file}, folder / file)
+    for part in set(index.values()):
+        save_file({name: weights[name].contiguous() for name in names if index[name] == part}, folder / part)
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
     return folder
 
@@ -136,7 +136,7 @@ def test_it_is_the_same_model_however_it_lies(checkpoints_of: Callable[[str], tu
 @pytest.mark.parametrize(("architecture", "layout"), CASES)
 def test_a_damaged_weight_stops_loading_and_is_named(checkpoints_of: Callable[[str], tuple[Path, Weights]], architecture: str,
                                                      layout: str, tmp_path: Path) -> None:
-    """One weight of each kind, drawn by the architecture: gone, of another shape, not finite; one too many; a file cut short."""
+    """One weight of each kind, drawn by the architecture: gone, of another shape, not finite; one too many; a short file."""
     like, weights = checkpoints_of(architecture)
     laid = LAYOUTS[layout](weights)
     kinds: dict[str, list[str]] = {}

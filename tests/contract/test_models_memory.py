@@ -38,7 +38,8 @@ print(sum(each.nbytes for each in model.parameters()), memory("VmHWM") - before)
 
 
 def shapes(layout: str) -> dict[str, list[int]]:
-    vocab, hidden, experts, wide = (CONFIG[key] for key in ("vocab_size", "hidden_size", "num_experts", "moe_intermediate_size"))
+    vocab, hidden, experts, wide = (CONFIG[key] for key in ("vocab_size", "hidden_size", "num_experts",
+                                                            "moe_intermediate_size"))
     found = {"model.embed_tokens.weight": [vocab, hidden], "model.norm.weight": [hidden], "lm_head.weight": [vocab, hidden]}
     for layer in range(CONFIG["num_hidden_layers"]):
         stem = f"model.layers.{layer}."
