@@ -1,4 +1,4 @@
-"""Every registered architecture as it may lie on disk: prefixes, experts, shards, dtypes, extra and tied weights; or damaged."""
+"""Every registered architecture as it may lie on disk: prefixes, experts, shards, dtypes, extra and tied weights; damage."""
 
 from __future__ import annotations
 
