@@ -1,4 +1,4 @@
-"""What transformers says in fp32: greedy tokens and logits of a checkpoint folder for token ids and resized pictures."""
+"""What transformers says, in fp32 unless told otherwise: greedy tokens and logits for token ids and resized pictures."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ Pixels = NDArray[np.uint8]
 
 
 @lru_cache(maxsize=8)
-def model(folder: Path) -> Any:
+def model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """The checkpoint's class."""
     torch.set_num_threads(1)
     kind = getattr(transformers, checkpoints.read(folder).architecture)
-    return kind.from_pretrained(folder, dtype=torch.float32).eval()
+    plain = {"experts_implementation": "eager"} if dtype == torch.float64 else {}  # the grouped product has no float64
+    return kind.from_pretrained(folder, dtype=dtype, **plain).eval()
 
 
 def inputs(folder: Path, tokens: Sequence[int], pixels: Sequence[Pixels]) -> dict[str, Any]:
@@ -63,9 +64,9 @@ def patches(folder: Path, video: Pixels) -> tuple[Tensor, list[int]]:
 
 
 @torch.no_grad()
-def logits(folder: Path, tokens: Sequence[int], pixels: Sequence[Pixels] = ()) -> Tensor:
+def logits(folder: Path, tokens: Sequence[int], pixels: Sequence[Pixels] = (), dtype: torch.dtype = torch.float32) -> Tensor:
     """[T, vocab] of a whole prompt."""
-    result: Tensor = model(folder)(**inputs(folder, tokens, pixels)).logits[0]
+    result: Tensor = model(folder, dtype)(**inputs(folder, tokens, pixels)).logits[0]
     return result
 
 
