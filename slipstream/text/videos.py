@@ -53,9 +53,8 @@ def decode(video: Frames, image: ImageConfig, config: VideoConfig, *, max_pixels
            take: Callable[[int], None] = lambda size: None) -> list[Picture]:
     """One Picture for each group of frames, or one of the whole video where the model has no timestamps.
 
-    `max_pixels`: of each frame as it was sent. `take` hears the bytes of each group's resized pixels
-    before they are made, and may raise.
-    Raises InvalidRequestError naming the frame that is no picture, is damaged, or is not as large as the first.
+    `max_pixels`: of each frame as it was sent. `take` hears the bytes of each group's resized pixels before they are made, and
+    may raise. Raises InvalidRequestError naming the frame that is no picture, is damaged, or is not as large as the first.
     """
     whole: list[NDArray[np.uint8]] = []
     group = config.temporal_patch_size
