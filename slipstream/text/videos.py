@@ -53,8 +53,8 @@ def decode(video: Frames, image: ImageConfig, config: VideoConfig, *, max_pixels
            take: Callable[[int], None] = lambda size: None) -> list[Picture]:
     """One Picture for each group of frames, or one of the whole video where the model has no timestamps.
 
-    `max_pixels`: of each frame as it was sent. `take` hears the bytes of the resized pixels before they are made.
-    Raises InvalidRequestError naming the frame that is no picture, is damaged, or is not as large as the first.
+    `max_pixels`: of each frame as it was sent. `take` hears the bytes of each group's resized pixels before they are made, and
+    may raise. Raises InvalidRequestError naming the frame that is no picture, is damaged, or is not as large as the first.
     """
     whole: list[NDArray[np.uint8]] = []
     group = config.temporal_patch_size
@@ -64,10 +64,11 @@ def decode(video: Frames, image: ImageConfig, config: VideoConfig, *, max_pixels
         if not whole:
             size = rgb.size
             high, wide = frame_size(len(video.urls), rgb.height, rgb.width, image, config)
-            take(3 * high * wide * -(-len(video.urls) // group) * group)
         if rgb.size != size:
             raise InvalidRequestError(f"frame {number} is {rgb.width}x{rgb.height} pixels, the first {size[0]}x{size[1]}: all "
                                       "frames of a video must be of one size", field=field)
+        if number % group == 0:
+            take(3 * high * wide * group)
         whole.append(resized(rgb, high, wide))
     pixels = np.stack([*whole, *[whole[-1]] * (-len(whole) % group)])
     if config.timestamps:

@@ -26,7 +26,7 @@ from router.prompt import Prompt, PromptBuilder
 from slipstream import checkpoint as checkpoints
 from slipstream.checkpoint import DEMO, ImageConfig, VideoConfig
 from slipstream.config import RouterConfig
-from slipstream.errors import CheckpointError, InvalidRequestError
+from slipstream.errors import CancelledError, CheckpointError, InvalidRequestError
 from slipstream.text import videos
 
 CHECKPOINT = checkpoints.read(DEMO)
@@ -130,6 +130,20 @@ def test_pixels_are_those_of_transformers(count: int, height: int, width: int) -
     assert count % 2 == 0 or (ours[-1] == ours[-2]).all(), "an odd number of frames repeats the last"
     assert {(group.grid.t, group.grid.h, group.grid.w) for group in groups} == {(1, high // 16, wide // 16)}
     assert len({group.content_hash for group in groups}) == len(groups)
+
+
+def test_a_request_that_is_left_is_not_decoded_to_its_end() -> None:
+    """Room is taken group by group: 3 groups of 2 frames of 64x96, and an end after the second."""
+    taken: list[int] = []
+
+    def take(count: int) -> None:
+        taken.append(count)
+        if len(taken) == 2:
+            raise CancelledError("nobody waits")
+
+    with pytest.raises(CancelledError):
+        videos.decode(asked(noise(5, 64, 96)), IMAGE, VIDEO, max_pixels=1 << 20, take=take)
+    assert taken == [2 * 64 * 96 * 3] * 2
 
 
 def test_where_time_is_counted_a_video_is_one_grid() -> None:
