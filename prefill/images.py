@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -165,14 +166,14 @@ class ImageIntake:
         head = await anext(chunks, None)
         if head is None or not head.content_hash:
             raise InvalidRequestError("the first ImageChunk must carry a content hash", field="images")
-        self._check(head.height, head.width)
+        shape = self._check(head)
         if self._store.has(head.content_hash):
             return True
-        size = head.height * head.width * 3
+        size = math.prod(shape)
         await self._store.reserve(size)
         try:
             async with asyncio.timeout(READ_SECONDS):
-                pixels = await self._read(head, chunks, size)
+                pixels = await self._read(head, chunks, shape)
         except TimeoutError as error:
             self._store.give_back(size)
             raise UnavailableError(f"the picture did not come within {READ_SECONDS} s", retry_after_seconds=1.0) from error
@@ -182,22 +183,32 @@ class ImageIntake:
         self._store.put(head.content_hash, pixels)
         return False
 
-    async def _read(self, head: pb.ImageChunk, chunks: AsyncIterator[pb.ImageChunk], size: int) -> Pixels:
-        data = bytearray(head.data)
+    async def _read(self, head: pb.ImageChunk, chunks: AsyncIterator[pb.ImageChunk], shape: tuple[int, ...]) -> Pixels:
+        data, size = bytearray(head.data), math.prod(shape)
         while len(data) <= size and (chunk := await anext(chunks, None)) is not None:
             data += chunk.data
         if len(data) != size:
-            raise InvalidRequestError(f"a picture of {head.height} x {head.width} has {size} bytes; "
+            raise InvalidRequestError(f"a picture of {_named(shape)} has {size} bytes; "
                                       f"{'more' if len(data) > size else len(data)} came", field="images")
         whole = bytes(data)
         if self._content_hash(head.height, head.width, whole) != head.content_hash:
             raise InvalidRequestError("the picture's bytes do not have the content hash that was announced", field="images")
-        return np.frombuffer(whole, dtype=np.uint8).reshape(head.height, head.width, 3)
+        return np.frombuffer(whole, dtype=np.uint8).reshape(shape)
 
-    def _check(self, height: int, width: int) -> None:
+    def _check(self, head: pb.ImageChunk) -> tuple[int, ...]:
+        """The shape that is announced; a single frame would share its name with the still picture."""
+        height, width = head.height, head.width
+        shape = (head.frames, height, width, 3) if head.frames else (height, width, 3)
         if not height or not width or height % self._factor or width % self._factor:
             raise InvalidRequestError(f"a picture's sides must be multiples of {self._factor}, not {height} x {width}; "
                                       "resize it first", field="images")
-        if height * width * 3 > self._store.limit_bytes:
-            raise RequestTooLargeError(f"a picture of {height} x {width} is larger than transfer.image_store_bytes "
+        if head.frames == 1:
+            raise InvalidRequestError("a video of one frame; send it as a still picture, with frames = 0", field="images")
+        if math.prod(shape) > self._store.limit_bytes:
+            raise RequestTooLargeError(f"a picture of {_named(shape)} is larger than transfer.image_store_bytes "
                                        f"({self._store.limit_bytes})", field="images")
+        return shape
+
+
+def _named(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape[:-1]))

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from router.messages import as_object, checked_message
 from slipstream.errors import InvalidRequestError
 
 MAX_STOPS = 4
@@ -18,7 +19,6 @@ MAX_STOP_CHARACTERS = 1024
 MAX_MESSAGES = 4096
 MAX_VALUES = 1 << 19
 """Commas and opening brackets of a body, in texts too: parsing takes time by values, and nobody else runs meanwhile."""
-_ROLES = ("system", "developer", "user", "assistant")
 _MAX_SEED = 1 << 63
 MAX_CHAT_LOGPROBS = 20
 MAX_TEXT_LOGPROBS = 5
@@ -105,7 +105,7 @@ def parse(body: bytes | bytearray) -> Any:
 
 def chat_request(body: Any) -> ChatRequest:
     """Raises InvalidRequestError naming the field."""
-    fields = _object(body, "the body")
+    fields = as_object(body, "the body")
     _check_fields(fields, _COMMON | {"messages", "top_logprobs", "max_completion_tokens"})
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -113,12 +113,12 @@ def chat_request(body: Any) -> ChatRequest:
     if len(messages) > MAX_MESSAGES:
         raise InvalidRequestError(f"messages holds {len(messages)} messages; the limit is {MAX_MESSAGES}", field="messages")
     return ChatRequest(options=_options(fields, _chat_logprobs(fields)),
-                       messages=[_message(item, i) for i, item in enumerate(messages)])
+                       messages=[checked_message(item, i) for i, item in enumerate(messages)])
 
 
 def completion_request(body: Any) -> CompletionRequest:
     """Raises InvalidRequestError naming the field."""
-    fields = _object(body, "the body")
+    fields = as_object(body, "the body")
     _check_fields({name: value for name, value in fields.items() if (name, value) != ("top_logprobs", 0)},
                   _COMMON | {"prompt"})
     options = _options(fields, _text_logprobs(fields))
@@ -131,12 +131,6 @@ def completion_request(body: Any) -> CompletionRequest:
         return CompletionRequest(options=options, prompt=prompt)
     raise InvalidRequestError("prompt must be one non-empty string, or one non-empty list of token ids; send several prompts "
                               "as several requests", field="prompt")
-
-
-def _object(value: Any, field: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise InvalidRequestError(f"{field} must be a JSON object", field=None if field == "the body" else field)
-    return value
 
 
 def _check_fields(fields: Mapping[str, Any], known: frozenset[str]) -> None:
@@ -237,7 +231,7 @@ def _include_usage(fields: Mapping[str, Any], stream: bool) -> bool:
         return False
     if not stream:
         raise InvalidRequestError("stream_options is for streamed requests; set stream to true", field="stream_options")
-    options = _object(options, "stream_options")
+    options = as_object(options, "stream_options")
     for name in options:
         if name not in ("include_usage", "include_obfuscation"):
             raise InvalidRequestError(f"unknown field stream_options.{name[:64]}", field="stream_options")
@@ -299,43 +293,3 @@ def _number(fields: Mapping[str, Any], name: str, low: float, high: float, open_
         raise InvalidRequestError(f"{name} must be a number {'above' if open_low else 'from'} {low:g} "
                                   f"{'and up to' if open_low else 'to'} {high:g}", field=name)
     return float(value)
-
-
-def _message(value: Any, number: int) -> dict[str, Any]:
-    """A message as the template takes it: role and content only."""
-    where = f"messages[{number}]"
-    message = _object(value, where)
-    role = message.get("role")
-    if role not in _ROLES:
-        raise InvalidRequestError(f"{where}.role must be one of {', '.join(_ROLES)}", field=f"{where}.role")
-    for name, extra in message.items():
-        if name not in ("role", "content", "name", "refusal", "annotations", "audio") and extra not in (None, [], {}):
-            raise InvalidRequestError(f"{where}.{name[:64]} is not supported", field=f"{where}.{name[:64]}")
-    return {"role": "system" if role == "developer" else role, "content": _content(message.get("content"), where, role)}
-
-
-def _content(content: Any, where: str, role: str) -> str | list[dict[str, Any]]:
-    field = f"{where}.content"
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not content:
-        raise InvalidRequestError(f"{field} must be a string, or a non-empty list of parts", field=field)
-    return [_part(part, f"{field}[{i}]", role) for i, part in enumerate(content)]
-
-
-def _part(value: Any, where: str, role: str) -> dict[str, Any]:
-    part = _object(value, where)
-    kind = part.get("type")
-    if kind == "text":
-        if not isinstance(part.get("text"), str):
-            raise InvalidRequestError(f"{where}.text must be a string", field=f"{where}.text")
-        return {"type": "text", "text": part["text"]}
-    if kind == "image_url":
-        if role != "user":
-            raise InvalidRequestError(f"{where}: only a user message may hold images", field=where)
-        image = part.get("image_url")
-        url = image.get("url") if isinstance(image, dict) else image
-        if not isinstance(url, str):
-            raise InvalidRequestError(f"{where}.image_url.url must be a string", field=f"{where}.image_url.url")
-        return {"type": "image_url", "image_url": {"url": url}}
-    raise InvalidRequestError(f"{where}.type must be text or image_url", field=f"{where}.type")

@@ -16,10 +16,12 @@ from slipstream.errors import (
     OverloadedError,
     RequestTooLargeError,
 )
-from slipstream.positions import check_images, merged_tokens
+from slipstream.positions import merged_tokens
+from slipstream.text import videos
 from slipstream.text.chat import ChatTemplate
 from slipstream.text.images import Picture, decode, from_data_url
 from slipstream.text.tokenizer import Tokenizer
+from slipstream.text.videos import Frames
 
 _CUT_TOKENS = 64
 
@@ -32,6 +34,14 @@ class Prompt:
     pictures: tuple[Picture, ...] = ()
     field: str
     """Of the request body, for what is wrong with it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Still:
+    """A picture as a request holds it."""
+
+    url: str
+    field: str
 
 
 class PictureBytes:
@@ -88,19 +98,51 @@ class PromptBuilder:
     def chat(self, messages: Sequence[dict[str, Any]], take: Callable[[int], None]) -> Prompt:
         """`messages` as the OpenAI API has them, checked for form already; `take` hears of each picture's bytes before it is
         decoded. Raises InvalidRequestError, and what `take` raises."""
-        urls: list[tuple[str, str]] = []
-        plain = [self._plain(message, number, urls) for number, message in enumerate(messages)]
-        if urls and self.checkpoint.image is None:
-            raise InvalidRequestError("this model is text-only; send the request without images", field=urls[0][1])
-        if len(urls) > self._config.max_images:
-            raise InvalidRequestError(f"{len(urls)} images; a request may hold {self._config.max_images}", field="messages")
-        tokens = self._encode(self._template.render(plain), "messages")
-        pictures = []
-        for url, field in urls:
-            assert self.checkpoint.image is not None
-            pictures.append(decode(from_data_url(url, field), self.checkpoint.image,
-                                   max_pixels=self._config.max_image_pixels, field=field, take=take))
+        media: list[Still | Frames] = []
+        plain = [self._plain(message, number, media) for number, message in enumerate(messages)]
+        self._admit(media)
+        tokens = self._encode(self._with_times(self._template.render(plain), media), "messages")
+        image, limit = self.checkpoint.image, self._config.max_image_pixels
+        pictures: list[Picture] = []
+        for item in media:
+            assert image is not None
+            if isinstance(item, Still):
+                data = from_data_url(item.url, item.field)
+                pictures.append(decode(data, image, max_pixels=limit, field=item.field, take=take))
+            else:
+                assert self.checkpoint.video is not None
+                pictures += videos.decode(item, image, self.checkpoint.video, max_pixels=limit, take=take)
         return self._finish(tokens, pictures, "messages")
+
+    def _admit(self, media: Sequence[Still | Frames]) -> None:
+        """Raise InvalidRequestError for what this model does not take, or too much of it."""
+        if media and self.checkpoint.image is None:
+            raise InvalidRequestError("this model is text-only; send the request without images", field=media[0].field)
+        clips = [item for item in media if isinstance(item, Frames)]
+        if clips and self.checkpoint.video is None:
+            raise InvalidRequestError("this model takes no videos; send single pictures", field=clips[0].field)
+        images, frames, config = len(media) - len(clips), sum(len(clip.urls) for clip in clips), self._config
+        if images > config.max_images:
+            raise InvalidRequestError(f"{images} images; a request may hold {config.max_images}", field="messages")
+        if frames > config.max_video_frames:
+            raise InvalidRequestError(f"{frames} frames of videos; a request may hold {config.max_video_frames} (router."
+                                      "max_video_frames); send fewer, further apart", field="messages")
+
+    def _with_times(self, text: str, media: Sequence[Still | Frames]) -> str:
+        """A rendered text; where the model wants that, with a time and a place for each group of a video's frames, instead of
+        the template's one place (of which transformers 5.24 leaves vision_start and vision_end around them)."""
+        config, checkpoint = self.checkpoint.video, self.checkpoint
+        clips = [item for item in media if isinstance(item, Frames)]
+        if config is None or not config.timestamps or not clips:
+            return text
+        ids = (checkpoint.vision_start_token_id, checkpoint.video_token_id, checkpoint.vision_end_token_id)
+        place = "".join(self.tokenizer.token_bytes(-1 if id is None else id).decode() for id in ids)
+        head, *rest = text.split(place)
+        if len(rest) != len(clips):
+            raise InvalidRequestError(f"the chat template makes places for {len(rest)} videos and the request holds "
+                                      f"{len(clips)}", field="messages")
+        return head + "".join("".join(stamp + place for stamp in videos.stamps(clip, config)) + after
+                              for clip, after in zip(clips, rest, strict=True))
 
     def text(self, text: str) -> Prompt:
         """A bare prompt; special tokens in it stay text."""
@@ -141,7 +183,7 @@ class PromptBuilder:
                                      field=prompt.field if room < 1 else "max_tokens")
         return room if wanted is None else wanted
 
-    def _plain(self, message: dict[str, Any], number: int, urls: list[tuple[str, str]]) -> dict[str, Any]:
+    def _plain(self, message: dict[str, Any], number: int, media: list[Still | Frames]) -> dict[str, Any]:
         content = message["content"]
         if isinstance(content, str):
             return message
@@ -150,8 +192,9 @@ class PromptBuilder:
             if part["type"] == "text":
                 parts.append({"type": "text", "text": part["text"]})
                 continue
-            urls.append((part["image_url"]["url"], f"messages[{number}].content[{index}].image_url"))
-            parts.append({"type": "image"})
+            media.append(part["video"] if part["type"] == "video" else Still(
+                url=part["image_url"]["url"], field=f"messages[{number}].content[{index}].image_url"))
+            parts.append({"type": "video" if part["type"] == "video" else "image"})
         return {**message, "content": parts}
 
     def _finish(self, tokens: list[int], pictures: Sequence[Picture], field: str) -> Prompt:
@@ -162,17 +205,13 @@ class PromptBuilder:
         if checkpoint.vision is None or checkpoint.image_token_id is None:
             return Prompt(tokens=tuple(tokens), field=field)
         merge = checkpoint.vision.merge_size
-        found = tokens.count(checkpoint.image_token_id)
-        if found != len(pictures):
-            raise InvalidRequestError(f"the prompt has places for {found} images and the request holds {len(pictures)}",
-                                      field=field)
+        marks = (checkpoint.image_token_id, checkpoint.video_token_id)
+        found = [token for token in tokens if token in marks]
+        if found != [marks[picture.is_video] for picture in pictures]:
+            raise InvalidRequestError(f"the prompt has places for {len(found)} images and the request holds {len(pictures)}, "
+                                      "or in another order; groups of a video's frames count", field=field)
         expanded: list[int] = []
         left = iter(pictures)
         for token in tokens:
-            expanded.extend([token] * merged_tokens(next(left).grid, merge) if token == checkpoint.image_token_id else [token])
-        try:
-            check_images(expanded, [picture.grid for picture in pictures], image_token_id=checkpoint.image_token_id,
-                         video_token_id=checkpoint.video_token_id, merge_size=merge)
-        except InvalidRequestError as error:
-            raise InvalidRequestError(error.message, field=field) from error
+            expanded.extend([token] * merged_tokens(next(left).grid, merge) if token in marks else [token])
         return Prompt(tokens=tuple(expanded), pictures=tuple(pictures), field=field)

@@ -20,7 +20,7 @@ import grpc.aio
 from router.dispatch import Row
 from router.policy import Replica
 from router.silence import unless_silent
-from slipstream.errors import IncompatibleError, InternalError, SlipstreamError, UnavailableError
+from slipstream.errors import IncompatibleError, InternalError, RequestTooLargeError, SlipstreamError, UnavailableError
 from slipstream.rpc import convert
 from slipstream.rpc.channel import NOT_THERE, connect, reason
 from slipstream.rpc.security import OPEN, Security
@@ -140,7 +140,7 @@ class WorkerLink:
             self._outgoing.put_nowait(worker_pb2.RouterMessage(cancel=worker_pb2.Cancel(handle=handle, attempt=attempt)))
 
     async def put_image(self, picture: Picture, request_id: str, timeout_seconds: float) -> None:
-        """Send pixels by content hash. Raises UnavailableError or the worker's refusal."""
+        """Send pixels by content hash. Raises UnavailableError, or RequestTooLargeError for what no worker could keep."""
         pixels = memoryview(picture.pixels.reshape(-1).data)
 
         async def chunks() -> AsyncIterator[worker_pb2.ImageChunk]:
@@ -148,12 +148,15 @@ class WorkerLink:
                 chunk = worker_pb2.ImageChunk(data=bytes(pixels[start : start + _IMAGE_CHUNK]))
                 if start == 0:
                     chunk.content_hash, chunk.request_id = picture.content_hash, request_id
-                    chunk.height, chunk.width = picture.pixels.shape[:2]
+                    chunk.height, chunk.width = picture.pixels.shape[-3:-1]
+                    chunk.frames = len(picture.pixels) if picture.is_video else 0
                 yield chunk
 
         try:
             await self._stub.PutImage(chunks(), timeout=timeout_seconds)
         except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+                raise RequestTooLargeError(f"{error.details()}; send a smaller picture, or fewer or smaller frames") from error
             raise UnavailableError(f"the prefill worker did not take a picture: {error.code().name} {error.details()}",
                                    retry_after_seconds=1.0) from error
 

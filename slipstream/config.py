@@ -27,8 +27,7 @@ class ModelConfig:
 
     path: str = "demo"
     """A checkpoint folder, a hub id (`Qwen/Qwen3-0.6B`) whose files lie in the local hub cache, or `demo` for the checkpoint
-    that ships inside the product. Its generation_config.json gives the `temperature`, `top_p`, `top_k`, `min_p` and
-    `repetition_penalty` of requests that leave them out."""
+    that ships inside the product. Its generation_config.json says how tokens are drawn where a request does not."""
     served_name: str = ""
     """The name that clients use; empty: the folder's name."""
     dtype: str = "auto"
@@ -171,8 +170,10 @@ class RouterConfig:
     """Longest HTTP request body."""
     max_images: int = 16
     """Per request."""
+    max_video_frames: int = 256
+    """Per request, in all its videos."""
     max_image_pixels: int = 64_000_000
-    """Per image, read from its header before anything is decoded."""
+    """Per image or frame, read from its header before anything is decoded."""
     max_pictures_bytes: int = 1 << 30
     """Decoded pictures that all requests of a router may hold together; a request with pictures beyond it gets 429."""
     max_in_flight: int = 512

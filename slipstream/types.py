@@ -60,11 +60,13 @@ LayerSpec = AttentionLayer | LinearLayer
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """An image's or frame group's size in patches, before merging."""
+    """An image's or a video's size in patches, before merging."""
 
     t: int
     h: int
     w: int
+    t_step: float = 1.0
+    """Positions from one t to the next; what is not whole is cut off."""
 
 
 @dataclass(frozen=True, kw_only=True)

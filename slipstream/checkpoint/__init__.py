@@ -2,6 +2,16 @@
 
 from slipstream.checkpoint.folder import DEMO, resolve
 from slipstream.checkpoint.reader import read
-from slipstream.checkpoint.spec import Checkpoint, ExpertConfig, ImageConfig, RopeConfig, VisionConfig, WindowConfig
+from slipstream.checkpoint.spec import (
+    Checkpoint,
+    ExpertConfig,
+    ImageConfig,
+    RopeConfig,
+    RopeScaling,
+    VideoConfig,
+    VisionConfig,
+    WindowConfig,
+)
 
-__all__ = ["DEMO", "Checkpoint", "ExpertConfig", "ImageConfig", "RopeConfig", "VisionConfig", "WindowConfig", "read", "resolve"]
+__all__ = ["DEMO", "Checkpoint", "ExpertConfig", "ImageConfig", "RopeConfig", "RopeScaling", "VideoConfig", "VisionConfig",
+           "WindowConfig", "read", "resolve"]

@@ -9,6 +9,25 @@ from slipstream.types import LayerSpec, LinearLayer, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Stretches positions beyond those that the model was trained on."""
+
+    kind: str
+    """`linear`: all frequencies; `yarn` and `llama3`: the slow ones, with a passage to the fast ones."""
+    factor: float
+    original_context: int
+    """Positions that the model was trained on."""
+    slow: float = 1.0
+    """Turns in the original context below which a frequency is slow (beta_slow, low_freq_factor)."""
+    fast: float = 32.0
+    """Turns above which it is fast (beta_fast, high_freq_factor)."""
+    truncate: bool = True
+    """YaRN's passage begins and ends at whole frequencies."""
+    attention: float = 1.0
+    """What cos and sin are multiplied by."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RopeConfig:
     """Rotary embedding of the language model."""
 
@@ -18,6 +37,7 @@ class RopeConfig:
     mrope_section: tuple[int, int, int] | None
     """Frequency pairs driven by t, h, w; None: one-dimensional positions."""
     mrope_interleaved: bool
+    scaling: RopeScaling | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +69,7 @@ class WindowConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class VisionConfig:
-    """The vision tower (Qwen2.5-VL, Qwen3-VL and Qwen3.5)."""
+    """The vision tower (Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5)."""
 
     depth: int
     hidden_size: int
@@ -60,7 +80,7 @@ class VisionConfig:
     merge_size: int
     out_hidden_size: int
     num_position_embeddings: int
-    """Of the learned square table; 0 with windows, where positions are rotary alone."""
+    """Of the learned square table; 0 in Qwen2-VL and Qwen2.5-VL, where positions are rotary alone."""
     in_channels: int
     deepstack: tuple[int, ...]
     """Blocks whose outputs are merged too: that of the i-th is added to the language model's hidden states after layer i."""
@@ -82,6 +102,21 @@ class ImageConfig:
     def factor(self) -> int:
         """Pixels per merged patch: both sides of a resized image are multiples of it."""
         return self.patch_size * self.merge_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoConfig:
+    """Video preprocessing (video_preprocessor_config.json): a video is a list of frames."""
+
+    min_pixels: int
+    max_pixels: int
+    """Of all frames together with `timestamps`, else of each frame."""
+    temporal_patch_size: int
+    """Frames of a group, which share their tokens."""
+    timestamps: bool
+    """Each group of frames is a grid of its own behind its time as text (Qwen3-VL, Qwen3.5); else a video is one grid."""
+    tokens_per_second: float | None
+    """Positions on the t axis; None: one for each group of frames."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +148,7 @@ class Checkpoint:
     video_token_id: int | None
     vision_start_token_id: int | None
     vision_end_token_id: int | None
+    video: VideoConfig | None = None
 
     @property
     def has_linear_layers(self) -> bool:

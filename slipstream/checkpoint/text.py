@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
-from slipstream.checkpoint.spec import ExpertConfig, RopeConfig
+from slipstream.checkpoint.spec import ExpertConfig, RopeConfig, RopeScaling
 from slipstream.errors import CheckpointError
 from slipstream.types import AttentionLayer, LayerSpec, LinearLayer
 
@@ -20,12 +21,11 @@ def rope(text: dict[str, Any], head_size: int, path: Path) -> RopeConfig:
     hybrid = family.startswith(("qwen3_5", "qwen3_next"))
     rope = {**(text.get("rope_scaling") or {}), **(text.get("rope_parameters") or {})}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "mrope"):
-        raise CheckpointError(f"{path / 'config.json'}: rope type {kind!r} is not supported; known: default, mrope")
     theta = rope.get("rope_theta", text.get("rope_theta", 10000.0))
     fraction = float(rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 0.25 if hybrid else 1.0)))
-    section = rope.get("mrope_section")
     rotary = int(head_size * fraction)
+    assumed = text.get("mrope_section")
+    section = rope.get("mrope_section", assumed if assumed and 2 * sum(assumed) == rotary else None)
     if section is not None and (len(section) != 3 or sum(section) != rotary // 2):
         raise CheckpointError(f"{path / 'config.json'}: mrope_section {section} must be three numbers that add up to "
                               f"{rotary // 2}, half of the {rotary} rotated channels")
@@ -33,11 +33,51 @@ def rope(text: dict[str, Any], head_size: int, path: Path) -> RopeConfig:
         theta=float(theta), rotary_size=rotary,
         mrope_section=(int(section[0]), int(section[1]), int(section[2])) if section is not None else None,
         mrope_interleaved=bool(rope.get("mrope_interleaved", hybrid or family.startswith("qwen3_vl"))),
+        scaling=_scaling(kind, rope, text, path),
     )
 
 
+_SCALED = {"linear": (1.0, 32.0), "yarn": (1.0, 32.0), "llama3": (1.0, 4.0)}
+"""Kind -> what is slow and fast where the file does not say."""
+
+
+def _scaling(kind: str, rope: dict[str, Any], text: dict[str, Any], path: Path) -> RopeScaling | None:
+    """`dynamic` changes frequencies beyond max_position_embeddings only, where nothing is served."""
+    if kind in ("default", "mrope", "dynamic"):
+        return None
+    if kind not in _SCALED:
+        raise CheckpointError(f"{path / 'config.json'}: rope type {kind!r} is not supported; known: default, mrope, dynamic, "
+                              f"{', '.join(_SCALED)}")
+    whole = max_context(text, None)
+    original = int(rope.get("original_max_position_embeddings") or whole)
+    factor = float(rope.get("factor") or whole / original)
+    if factor < 1 or original < 1:
+        raise CheckpointError(f"{path / 'config.json'}: rope scaling by {factor:g} from {original} positions; both must be 1 "
+                              "or more")
+    slow, fast = _SCALED[kind]
+    names = ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ("beta_slow", "beta_fast")
+
+    def grows(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0
+
+    attention = rope.get("attention_factor") if kind == "yarn" else 1.0
+    if attention is None:
+        weight, of_all = float(rope.get("mscale") or 0), float(rope.get("mscale_all_dim") or 0)
+        attention = grows(weight) / grows(of_all) if weight and of_all else grows(1.0)
+    return RopeScaling(kind=kind, factor=factor, original_context=original, slow=float(rope.get(names[0]) or slow),
+                       fast=float(rope.get(names[1]) or fast), truncate=bool(rope.get("truncate", True)),
+                       attention=float(attention))
+
+
+def max_context(text: dict[str, Any], scaling: RopeScaling | None) -> int:
+    """YaRN is switched on for a longer context than max_position_embeddings, which Qwen's files then leave as it was."""
+    stretched = scaling.factor * scaling.original_context if scaling is not None and scaling.kind == "yarn" else 0
+    return max(int(text.get("max_position_embeddings", 32768)), int(stretched))
+
+
 def experts(text: dict[str, Any]) -> ExpertConfig | None:
-    """Where Qwen3-MoE leaves `norm_topk_prob` out, its class does not normalise; Qwen3-Next's does, and Qwen3.5's always."""
+    """Where Qwen3-MoE leaves `norm_topk_prob` out, its class does not normalise; Qwen3-Next's does; Qwen3-VL's and Qwen3.5's
+    always."""
     count, kind = int(text.get("num_experts") or text.get("num_local_experts") or 0), str(text.get("model_type", ""))
     if not count:
         return None
@@ -48,7 +88,7 @@ def experts(text: dict[str, Any]) -> ExpertConfig | None:
     return ExpertConfig(
         count=count, top_k=top_k, intermediate_size=int(text["moe_intermediate_size"]),
         shared_size=int(text.get("shared_expert_intermediate_size") or 0),
-        normalise=kind.startswith("qwen3_5") or bool(text.get("norm_topk_prob", kind != "qwen3_moe")),
+        normalise=kind.startswith(("qwen3_5", "qwen3_vl")) or bool(text.get("norm_topk_prob", kind != "qwen3_moe")),
         layers=frozenset(i for i in range(int(text["num_hidden_layers"])) if i not in dense and (i + 1) % step == 0))
 
 

@@ -1,10 +1,12 @@
 """A prompt as the model needs it: positions, which rows are image rows, their embeddings. Knows no schedule and no cache.
 
-T prompt tokens, M image rows, H x W pixels.
+T prompt tokens, M image rows, F frames, H x W pixels. A video counts as an image of several frames: Qwen3-VL's groups of frames
+are an image each.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,7 +18,7 @@ from torch import Tensor
 from slipstream import block_hash
 from slipstream import positions as mrope_rules
 from slipstream.block_hash import PictureRows
-from slipstream.checkpoint import Checkpoint
+from slipstream.checkpoint import Checkpoint, VisionConfig
 from slipstream.engine.sequence import GenerationRequest
 from slipstream.errors import InvalidRequestError
 from slipstream.types import MropeState
@@ -101,7 +103,7 @@ def prepare(request: GenerationRequest, pixels: Sequence[Pixels], publisher: Pub
         return Prompt(mrope=mrope_rules.mrope_state(positions_T3, 0), tokens=tokens_T, positions=positions_T3,
                       publisher=publisher)
     vision = checkpoint.vision
-    _check_pixels(request, pixels, vision.patch_size)
+    _check_pixels(request, pixels, vision)
     positions_T3, delta = mrope_rules.mrope_positions(
         request.tokens, request.grids, image_token_id=checkpoint.image_token_id, video_token_id=checkpoint.video_token_id,
         merge_size=vision.merge_size)
@@ -109,8 +111,8 @@ def prepare(request: GenerationRequest, pixels: Sequence[Pixels], publisher: Pub
     output = np.arange(prompt + delta, len(tokens_T) + delta, dtype=np.int32)  # output is text, whatever its tokens
     positions_T3 = np.concatenate((positions_T3, np.repeat(output[:, None], 3, axis=1)))
     return Prompt(mrope=mrope_rules.mrope_state(positions_T3, delta), tokens=tokens_T, positions=positions_T3,
-                  image_rows=np.flatnonzero(tokens_T[:prompt] == checkpoint.image_token_id), pixels=tuple(pixels),
-                  images=picture_rows(request, checkpoint), publisher=publisher)
+                  image_rows=mrope_rules.placeholders(request.tokens, checkpoint.image_token_id, checkpoint.video_token_id),
+                  pixels=tuple(pixels), images=picture_rows(request, checkpoint), publisher=publisher)
 
 
 def picture_rows(request: GenerationRequest, checkpoint: Checkpoint) -> tuple[PictureRows, ...]:
@@ -121,10 +123,12 @@ def picture_rows(request: GenerationRequest, checkpoint: Checkpoint) -> tuple[Pi
     mrope_rules.check_images(request.tokens, request.grids, image_token_id=checkpoint.image_token_id,
                              video_token_id=checkpoint.video_token_id, merge_size=merge)
     hashes = request.images or (b"",) * len(request.grids)
-    rows = np.flatnonzero(np.asarray(request.tokens, dtype=np.int64) == checkpoint.image_token_id)
+    rows = mrope_rules.placeholders(request.tokens, checkpoint.image_token_id, checkpoint.video_token_id)
     found, at = [], 0
     for content_hash, grid in zip(hashes, request.grids, strict=True):
         count = mrope_rules.merged_tokens(grid, merge)
+        if grid.t > 1 and content_hash:  # the same frames at another rate have other positions
+            content_hash += struct.pack("<d", grid.t_step)
         found.append(PictureRows(start=int(rows[at]), count=count, content_hash=content_hash))
         at += count
     return tuple(found)
@@ -138,14 +142,13 @@ def block_keys(request: GenerationRequest, checkpoint: Checkpoint, block_size: i
                                   pictures=picture_rows(request, checkpoint))
 
 
-def _check_pixels(request: GenerationRequest, pixels: Sequence[Pixels], patch: int) -> None:
+def _check_pixels(request: GenerationRequest, pixels: Sequence[Pixels], vision: VisionConfig) -> None:
     if len(pixels) != len(request.grids):
         raise InvalidRequestError(f"{len(request.grids)} image grids and {len(pixels)} images: send one image per grid",
                                   field="messages")
     for number, (image, grid) in enumerate(zip(pixels, request.grids, strict=True)):
-        if grid.t != 1:
-            raise InvalidRequestError(f"image {number} has {grid.t} frames: videos are not supported", field="messages")
-        expected = (grid.h * patch, grid.w * patch, 3)
-        if image.dtype != np.uint8 or image.shape != expected:
-            raise InvalidRequestError(f"image {number} is {image.dtype} {image.shape}; its grid {grid.h} x {grid.w} "
-                                      f"needs uint8 {expected}", field="messages")
+        still = (grid.h * vision.patch_size, grid.w * vision.patch_size, 3)
+        frames = (grid.t * vision.temporal_patch_size, *still)
+        if image.dtype != np.uint8 or image.shape not in ([still, frames] if grid.t == 1 else [frames]):
+            raise InvalidRequestError(f"image {number} is {image.dtype} {image.shape}; its grid {grid.t} x {grid.h} x {grid.w} "
+                                      f"needs uint8 {still if grid.t == 1 else frames}", field="messages")

@@ -119,11 +119,13 @@ class CausalLM(nn.Module):
     """One rank's part of a text-only model. It has no `encode_images`, so image input is refused instead of ignored."""
 
     traits = Traits()
+    takes_pictures = False
     takes_experts = False
     takes_linear_layers = False
     takes_mrope = False
     takes_deepstack = False
     takes_windows = False
+    drafts = False
 
     def __init__(self, checkpoint: Checkpoint, kernels: Kernels, comm: Communicator | None = None) -> None:
         """`comm` None: the only rank."""
@@ -184,6 +186,9 @@ class Qwen3_5ForCausalLM(CausalLM):
 class ConditionalGeneration(CausalLM):
     """With a vision tower, which rank 0 alone holds."""
 
+    takes_pictures = True
+    tower: type[VisionTower | WindowedTower] = VisionTower
+
     def __init__(self, checkpoint: Checkpoint, kernels: Kernels, comm: Communicator | None = None) -> None:
         super().__init__(checkpoint, kernels, comm)
         if checkpoint.vision is None or checkpoint.image is None:
@@ -191,21 +196,31 @@ class ConditionalGeneration(CausalLM):
         if checkpoint.vision.out_hidden_size != checkpoint.hidden_size:
             raise CheckpointError(f"vision_config.out_hidden_size is {checkpoint.vision.out_hidden_size}, the language model's "
                                   f"hidden_size {checkpoint.hidden_size}")
-        tower = WindowedTower if self.takes_windows else VisionTower
-        self.visual = tower(checkpoint.vision, checkpoint.image, kernels) if self.comm.shard.rank == 0 else None
+        self.visual = self.tower(checkpoint.vision, checkpoint.image, kernels) if self.comm.shard.rank == 0 else None
 
     def encode_images(self, pixels: Sequence[NDArray[np.uint8]]) -> list[Tensor]:
-        """uint8 [H, W, 3] images -> one [tokens, (1 + deepstack) * hidden] each. On rank 0."""
+        """uint8 [H, W, 3] images and [F, H, W, 3] videos -> one [tokens, (1 + deepstack) * hidden] each. On rank 0.
+
+        A tower knows no time but in a patch: each group of frames of a video is one more image to it.
+        """
         assert self.visual is not None
-        result: list[Tensor] = self.visual(pixels)
-        return result
+        size = self.visual.patches.config.temporal_patch_size
+        groups = [[item] if item.ndim == 3 else [item[i:i + size] for i in range(0, len(item), size)] for item in pixels]
+        encoded = iter(self.visual([group for video in groups for group in video]))
+        return [torch.cat([next(encoded) for _ in video]) for video in groups]
 
 
-class Qwen2_5_VLForConditionalGeneration(ConditionalGeneration):
-    """Qwen2.5-VL: Qwen2 with M-RoPE in sections, and a tower that attends in windows."""
+class Qwen2VLForConditionalGeneration(ConditionalGeneration):
+    """Qwen2-VL: Qwen2 with M-RoPE in sections."""
 
     traits = Qwen2ForCausalLM.traits
+    tower = WindowedTower
     takes_mrope = True
+
+
+class Qwen2_5_VLForConditionalGeneration(Qwen2VLForConditionalGeneration):
+    """Qwen2.5-VL: the same with a tower that attends in windows."""
+
     takes_windows = True
 
 
@@ -214,6 +229,12 @@ class Qwen3VLForConditionalGeneration(ConditionalGeneration):
 
     takes_mrope = True
     takes_deepstack = True
+
+
+class Qwen3VLMoeForConditionalGeneration(Qwen3VLForConditionalGeneration):
+    """Qwen3-VL with experts."""
+
+    takes_experts = True
 
 
 class Qwen3_5ForConditionalGeneration(ConditionalGeneration):

@@ -1,23 +1,27 @@
-"""Architecture name -> loaded model, with its capabilities checked against what the checkpoint declares. Knows no scheduler."""
+"""Architecture name -> loaded model, whose class declares what it can do and has to prove it. Knows no scheduler."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from slipstream.checkpoint import Checkpoint
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.kernels import dispatch
 from slipstream.kernels.dispatch import Kernels
 from slipstream.layers.batch import ForwardBatch, LayerCache
+from slipstream.layers.gated_delta import GatedDeltaNet
+from slipstream.layers.moe import SparseMLP
 from slipstream.layers.parallel import Communicator
 from slipstream.models import qwen, weights
 from slipstream.models.qwen import CausalLM
+from slipstream.types import LinearLayer
 
 
 class LanguageModel(Protocol):
@@ -36,19 +40,78 @@ class VisionModel(Protocol):
     """A model that takes images implements this; one that does not refuses them."""
 
     def encode_images(self, pixels: Sequence[NDArray[np.uint8]]) -> list[Tensor]:
-        """uint8 [H, W, 3] images -> one [tokens, (1 + L) * hidden] each: the embedding, then L deepstack features."""
+        """uint8 [H, W, 3] images and [F, H, W, 3] videos (F frames, a multiple of the temporal patch) -> one
+        [tokens, (1 + L) * hidden] each: the embedding, then L deepstack features."""
 
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Capability:
+    """Something that a checkpoint may need of its class."""
+
+    flag: str
+    """The class attribute that declares it, once among a class and its bases."""
+    needs: str
+    """What config.json has then, in its words."""
+    needed: Callable[[Checkpoint], bool]
+    proof: Callable[[Any, Any], bool]
+    """Whether a model that was built for such a checkpoint has the parts."""
+    method: str = ""
+    """What a class has if, and only if, it declares the capability."""
+
+
+def _count(model: nn.Module, kind: type[nn.Module]) -> int:
+    return sum(isinstance(module, kind) for module in model.modules())
+
+
+CAPABILITIES = (
+    Capability(flag="takes_pictures", needs="a vision tower (vision_config)", needed=lambda c: c.vision is not None,
+               proof=lambda m, c: m.visual is not None, method="encode_images"),
+    Capability(flag="takes_deepstack", needs="deepstack features (vision_config.deepstack_visual_indexes)",
+               needed=lambda c: c.vision is not None and bool(c.vision.deepstack),
+               proof=lambda m, c: len(m.visual.deepstack_merger_list) == len(c.vision.deepstack)),
+    Capability(flag="takes_windows", needs="windowed vision (vision_config.window_size)",
+               needed=lambda c: c.vision is not None and c.vision.windows is not None,
+               proof=lambda m, c: m.visual.windows == c.vision.windows),
+    Capability(flag="takes_experts", needs="experts", needed=lambda c: c.experts is not None,
+               proof=lambda m, c: _count(m, SparseMLP) == len(c.experts.layers)),
+    Capability(flag="takes_linear_layers", needs="linear-attention layers", needed=lambda c: c.has_linear_layers,
+               proof=lambda m, c: _count(m, GatedDeltaNet) == sum(isinstance(layer, LinearLayer) for layer in c.layers)),
+    Capability(flag="takes_mrope", needs="M-RoPE (rope_parameters.mrope_section)",
+               needed=lambda c: c.rope.mrope_section is not None,
+               proof=lambda m, c: m.model.rotary.axes.bincount(minlength=3).tolist() == list(c.rope.mrope_section)),
+    Capability(flag="drafts", needs="multi-token prediction", needed=lambda c: False,  # its weights are left out so far
+               proof=lambda m, c: True, method="draft"),
+)
+
+
 def architectures() -> dict[str, type[CausalLM]]:
     """Every architecture that can be served, by its name in config.json."""
-    return {kind.__name__: kind for kind in (
+    return by_name(
         qwen.Qwen2ForCausalLM, qwen.Qwen3ForCausalLM, qwen.Qwen3MoeForCausalLM, qwen.Qwen3NextForCausalLM,
-        qwen.Qwen2_5_VLForConditionalGeneration, qwen.Qwen3VLForConditionalGeneration,
+        qwen.Qwen2VLForConditionalGeneration, qwen.Qwen2_5_VLForConditionalGeneration, qwen.Qwen3VLForConditionalGeneration,
+        qwen.Qwen3VLMoeForConditionalGeneration,
         qwen.Qwen3_5ForCausalLM, qwen.Qwen3_5ForConditionalGeneration,
-        qwen.Qwen3_5MoeForCausalLM, qwen.Qwen3_5MoeForConditionalGeneration)}
+        qwen.Qwen3_5MoeForCausalLM, qwen.Qwen3_5MoeForConditionalGeneration)
+
+
+def by_name(*kinds: type[CausalLM]) -> dict[str, type[CausalLM]]:
+    """Raises ConfigError for a class that declares something twice, or without the method, or the other way round, and for two
+    classes of one name."""
+    found = {kind.__name__: kind for kind in kinds}
+    if len(found) < len(kinds):
+        raise ConfigError(f"two model classes have one name: {', '.join(sorted(kind.__name__ for kind in kinds))}")
+    for kind in kinds:
+        for what in CAPABILITIES:
+            owners = [base.__name__ for base in kind.__mro__ if vars(base).get(what.flag)]
+            if len(owners) > 1:
+                raise ConfigError(f"{kind.__name__} declares {what.flag} twice: in {' and in '.join(owners)}")
+            if what.method and callable(getattr(kind, what.method, None)) != bool(owners):
+                raise ConfigError(f"{kind.__name__} declares {what.flag} but has no method {what.method}" if owners else
+                                  f"{kind.__name__} has the method {what.method} but does not declare {what.flag}")
+    return found
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -74,6 +137,7 @@ def load(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, co
     with torch.device("meta"):
         whole = kind(checkpoint, table)
         model = whole if comm is None else kind(checkpoint, table, comm)
+    _prove(whole, checkpoint)
     weights.load_into(model, whole, checkpoint.path, dtype=dtype, device=device, progress=progress,
                       rename=lambda name: _rename(name, isinstance(model, VisionModel), checkpoint))
     return model.to(device).eval()
@@ -82,24 +146,28 @@ def load(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, co
 def _check_capabilities(kind: type[CausalLM], checkpoint: Checkpoint) -> None:
     """What the checkpoint declares, its class must do; found before any weight is read."""
     lacks = []
-    if checkpoint.vision is not None and not issubclass(kind, VisionModel):
-        lacks.append("a vision tower (the class has no encode_images)")
     if checkpoint.vision is not None and checkpoint.rope.mrope_section is None:
         lacks.append("pictures without M-RoPE (rope_parameters has no mrope_section)")
-    if checkpoint.vision is not None and checkpoint.vision.deepstack and not kind.takes_deepstack:
-        lacks.append("deepstack features (vision_config.deepstack_visual_indexes)")
-    if checkpoint.vision is not None and (checkpoint.vision.windows is not None) != kind.takes_windows:
-        lacks.append("windowed vision (vision_config.window_size)" if checkpoint.vision.windows is not None
-                     else "vision without windows (vision_config.window_size)")
-    if checkpoint.experts is not None and not kind.takes_experts:
-        lacks.append("experts")
-    if checkpoint.has_linear_layers and not kind.takes_linear_layers:
-        lacks.append("linear-attention layers")
-    if checkpoint.rope.mrope_section is not None and not kind.takes_mrope:
-        lacks.append("M-RoPE (rope_parameters.mrope_section)")
+    if kind.takes_windows and checkpoint.vision is not None and checkpoint.vision.windows is None:
+        lacks.append("vision without windows (vision_config.window_size)")
+    lacks += [what.needs for what in CAPABILITIES if what.needed(checkpoint) and not getattr(kind, what.flag)]
     if lacks:
         raise CheckpointError(f"{checkpoint.path} declares what {kind.__name__} does not do: {'; '.join(lacks)}; "
                               "is `architectures` in config.json right?")
+
+
+def _prove(model: CausalLM, checkpoint: Checkpoint) -> None:
+    """What the class declares and the checkpoint needs must be in the model; found before any weight is read."""
+    for what in CAPABILITIES:
+        if not what.needed(checkpoint):
+            continue
+        try:
+            proved = what.proof(model, checkpoint)
+        except (AttributeError, TypeError):  # not even the part that would show it
+            proved = False
+        if not proved:
+            raise CheckpointError(f"{checkpoint.path} declares {what.needs}; {type(model).__name__} declares {what.flag}, but "
+                                  "does not implement it")
 
 
 _PREFIXES = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head.",
@@ -107,11 +175,12 @@ _PREFIXES = {"model.language_model.": "model.", "language_model.model.": "model.
 
 
 def _rename(name: str, vision: bool, checkpoint: Checkpoint) -> str | None:
-    """A name on disk, under any of the prefixes that Qwen checkpoints use; extra heads and an unused tower are left out."""
+    """A name on disk, under any of the prefixes that Qwen checkpoints use. Left out are extra heads, an unused tower, and the
+    frequencies that old files repeat."""
     for prefix, ours in _PREFIXES.items():
         if name.startswith(prefix):
             name = ours + name.removeprefix(prefix)
             break
-    if name.startswith("mtp.") or (name.startswith("visual.") and not vision):
+    if name.startswith(("mtp.", "model.mtp.") if vision else ("mtp.", "model.mtp.", "visual.")) or name.endswith(".inv_freq"):
         return None
     return None if name == "lm_head.weight" and checkpoint.tie_embeddings else name

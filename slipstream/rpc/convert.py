@@ -119,7 +119,8 @@ def stop_from_pb(submit: pb.Submit) -> StopParams:
 
 def image_to_pb(content_hash: bytes, grid: Grid) -> pb.Image:
     """An image by the hash of its pixels."""
-    return pb.Image(content_hash=content_hash, grid_t=grid.t, grid_h=grid.h, grid_w=grid.w)
+    return pb.Image(content_hash=content_hash, grid_t=grid.t, grid_h=grid.h, grid_w=grid.w,
+                    t_step=grid.t_step if grid.t_step != 1 else 0)
 
 
 def image_from_pb(image: pb.Image) -> tuple[bytes, Grid]:
@@ -130,7 +131,7 @@ def image_from_pb(image: pb.Image) -> tuple[bytes, Grid]:
     if not (image.grid_t and image.grid_h and image.grid_w):
         raise InvalidRequestError(f"an image's grid is {image.grid_t} x {image.grid_h} x {image.grid_w}; no side may be 0",
                                   field="images")
-    return image.content_hash, Grid(t=image.grid_t, h=image.grid_h, w=image.grid_w)
+    return image.content_hash, Grid(t=image.grid_t, h=image.grid_h, w=image.grid_w, t_step=image.t_step or 1.0)
 
 
 def load_to_pb(load: EngineLoad, *, draining: bool) -> pb.Load:

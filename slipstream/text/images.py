@@ -36,13 +36,18 @@ _DAMAGE = (OSError, ValueError, SyntaxError, TypeError, LookupError, ArithmeticE
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """A picture as the model takes it."""
+    """A picture as the model takes it, or a video, or a group of a video's frames."""
 
     pixels: NDArray[np.uint8]
-    """[H, W, 3], both sides multiples of patch * merge."""
+    """[H, W, 3], both sides multiples of patch * merge; [F, H, W, 3] of a video."""
     grid: Grid
     content_hash: bytes
     """16 bytes over size and pixels."""
+
+    @property
+    def is_video(self) -> bool:
+        """Its tokens are a video's."""
+        return self.pixels.ndim == 4
 
 
 def from_data_url(url: str, field: str) -> bytes:
@@ -60,15 +65,19 @@ def from_data_url(url: str, field: str) -> bytes:
         raise InvalidRequestError(f"the data URL is not valid base64: {error}", field=field) from error
 
 
-def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """(height, width): the nearest multiples of `factor` whose area lies within the limits, aspect kept (Qwen2-VL's rule)."""
+def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int, *, frames: int = 1,
+                 counted: int = 1) -> tuple[int, int]:
+    """(height, width): the nearest multiples of `factor` whose area lies within the limits, aspect kept (Qwen2-VL's rule).
+
+    The limits are those of all `frames`; whether they are kept is asked of `counted` frames (Qwen3-VL's rule).
+    """
     high, wide = round(height / factor) * factor, round(width / factor) * factor  # 0 for a thin side, which then grows
-    if high * wide > max_pixels:
-        shrink = math.sqrt(height * width / max_pixels)
+    if counted * high * wide > max_pixels:
+        shrink = math.sqrt(frames * height * width / max_pixels)
         high = max(factor, math.floor(height / shrink / factor) * factor)
         wide = max(factor, math.floor(width / shrink / factor) * factor)
-    elif high * wide < min_pixels:
-        grow = math.sqrt(min_pixels / (height * width))
+    elif counted * high * wide < min_pixels:
+        grow = math.sqrt(min_pixels / (frames * height * width))
         high, wide = math.ceil(height * grow / factor) * factor, math.ceil(width * grow / factor) * factor
     return high, wide
 
@@ -80,6 +89,30 @@ def decode(data: bytes, config: ImageConfig, *, max_pixels: int, field: str,
 
     Raises InvalidRequestError for what is no picture, is damaged, too small, too large, or longer than 200 times its width.
     """
+    image = opened(data, max_pixels, field)
+    high, wide = smart_resize(image.height, image.width, config.factor, config.min_pixels, config.max_pixels)
+    take(3 * high * wide)
+    rgb = loaded(image, field)
+    high, wide = smart_resize(rgb.height, rgb.width, config.factor, config.min_pixels, config.max_pixels)
+    return made(resized(rgb, high, wide), config.patch_size)
+
+
+def made(pixels: NDArray[np.uint8], patch_size: int, *, t: int = 1, t_step: float = 1.0) -> Picture:
+    """With grid and name, of resized pixels."""
+    high, wide = pixels.shape[-3:-1]
+    return Picture(pixels=pixels, grid=Grid(t=t, h=high // patch_size, w=wide // patch_size, t_step=t_step),
+                   content_hash=content_hash(high, wide, pixels.tobytes()))
+
+
+def resized(rgb: Image.Image, high: int, wide: int) -> NDArray[np.uint8]:
+    """[H, W, 3]."""
+    if (rgb.width, rgb.height) != (wide, high):
+        rgb = rgb.resize((wide, high), Image.Resampling.BICUBIC)
+    return np.array(rgb, dtype=np.uint8)
+
+
+def opened(data: bytes, max_pixels: int, field: str) -> Image.Image:
+    """A picture whose header is good, not decoded yet. Raises InvalidRequestError."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our own limit comes below, before decoding
@@ -89,20 +122,16 @@ def decode(data: bytes, config: ImageConfig, *, max_pixels: int, field: str,
                                   field=field) from error
     except _DAMAGE as error:
         raise InvalidRequestError(f"not a picture that can be read; send one of {', '.join(_FORMATS)}", field=field) from error
-    width, height = image.size
-    _check_size(height, width, max_pixels, field)
-    high, wide = smart_resize(height, width, config.factor, config.min_pixels, config.max_pixels)
-    take(3 * high * wide)
+    _check_size(image.height, image.width, max_pixels, field)
+    return image
+
+
+def loaded(image: Image.Image, field: str) -> Image.Image:
+    """Upright and opaque RGB. Raises InvalidRequestError for a damaged picture."""
     try:
-        rgb = _rgb(ImageOps.exif_transpose(image))
+        return _rgb(ImageOps.exif_transpose(image))
     except (*_DAMAGE, Image.DecompressionBombError) as error:
         raise InvalidRequestError(f"the picture is damaged: {error}", field=field) from error
-    high, wide = smart_resize(rgb.height, rgb.width, config.factor, config.min_pixels, config.max_pixels)
-    if (rgb.width, rgb.height) != (wide, high):
-        rgb = rgb.resize((wide, high), Image.Resampling.BICUBIC)
-    pixels = np.array(rgb, dtype=np.uint8)
-    return Picture(pixels=pixels, grid=Grid(t=1, h=high // config.patch_size, w=wide // config.patch_size),
-                   content_hash=content_hash(high, wide, pixels.tobytes()))
 
 
 def _check_size(height: int, width: int, max_pixels: int, field: str) -> None:

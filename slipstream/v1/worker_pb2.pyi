@@ -299,12 +299,15 @@ class Image(_message.Message):
     GRID_T_FIELD_NUMBER: _builtins.int
     GRID_H_FIELD_NUMBER: _builtins.int
     GRID_W_FIELD_NUMBER: _builtins.int
+    T_STEP_FIELD_NUMBER: _builtins.int
     content_hash: _builtins.bytes
     """16 bytes: XXH3-128 of shape and pixels"""
     grid_t: _builtins.int
-    """patches, before merging"""
+    """patches, before merging; a video's groups of frames are an image each, or it is one of t > 1"""
     grid_h: _builtins.int
     grid_w: _builtins.int
+    t_step: _builtins.float
+    """positions from one t to the next; 0: 1"""
     def __init__(
         self,
         *,
@@ -312,10 +315,11 @@ class Image(_message.Message):
         grid_t: _builtins.int = ...,
         grid_h: _builtins.int = ...,
         grid_w: _builtins.int = ...,
+        t_step: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_hash", b"content_hash", "grid_h", b"grid_h", "grid_t", b"grid_t", "grid_w", b"grid_w"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_hash", b"content_hash", "grid_h", b"grid_h", "grid_t", b"grid_t", "grid_w", b"grid_w", "t_step", b"t_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -721,14 +725,17 @@ class ImageChunk(_message.Message):
     WIDTH_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    FRAMES_FIELD_NUMBER: _builtins.int
     content_hash: _builtins.bytes
     """The first message of the stream carries the header fields; every message may carry data."""
     height: _builtins.int
     """pixels, after resizing: multiples of patch * merge"""
     width: _builtins.int
     data: _builtins.bytes
-    """uint8 RGB, row major"""
+    """uint8 RGB, row major, frame by frame"""
     request_id: _builtins.str
+    frames: _builtins.int
+    """of a video or a group of its frames, two or more; 0: a still picture"""
     def __init__(
         self,
         *,
@@ -737,10 +744,11 @@ class ImageChunk(_message.Message):
         width: _builtins.int = ...,
         data: _builtins.bytes = ...,
         request_id: _builtins.str = ...,
+        frames: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_hash", b"content_hash", "data", b"data", "height", b"height", "request_id", b"request_id", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_hash", b"content_hash", "data", b"data", "frames", b"frames", "height", b"height", "request_id", b"request_id", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

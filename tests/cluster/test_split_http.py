@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import os
 import signal
@@ -11,9 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
+from PIL import Image
 
+from slipstream import checkpoint as checkpoints
+from slipstream.checkpoint import DEMO
+from slipstream.text.tokenizer import Tokenizer
+from tests.support import oracle
 from tests.support.cluster import Cluster
 from tests.support.samples import FOLDER
 from tests.support.traffic import messages, until_healthy
@@ -57,6 +65,32 @@ async def test_samples_over_http(cluster: Cluster) -> None:
         assert len(answers) == 45
         assert not [answer for answer in answers if answer[1].strip() != answer[2].strip()]
         await workers.until_empty()
+
+
+async def test_a_video_over_http(cluster: Cluster) -> None:
+    """Computed in one place and decoded in another, as transformers would."""
+    frames = [np.random.default_rng(seed).integers(0, 256, (64, 96, 3), np.uint8) for seed in range(4)]
+    urls = []
+    for frame in frames:
+        file = io.BytesIO()
+        Image.fromarray(frame).save(file, "PNG")
+        urls.append("data:image/png;base64," + base64.b64encode(file.getvalue()).decode())
+    content = [{"type": "video", "video": urls, "fps": 1}, {"type": "text", "text": "Describe the image."}]
+    tokenizer = Tokenizer(DEMO)
+    group = f"<|vision_start|>{'<|video_pad|>' * 6}<|vision_end|>"
+    tokens = tokenizer.encode(f"<|im_start|>user\n<0.5 seconds>{group}<2.5 seconds>{group}Describe the image.<|im_end|>\n"
+                              "<|im_start|>assistant\n")
+    stops = sorted(checkpoints.read(DEMO).eos_token_ids)
+    right = await asyncio.to_thread(oracle.greedy, DEMO, tokens, [np.stack(frames[:2]), np.stack(frames[2:])], 24, stops)
+    async with httpx.AsyncClient(base_url=f"http://{cluster.processes['router-0'].address}", timeout=60) as client:
+        reply = await client.post("/v1/chat/completions", headers={"x-slipstream-report": "1"}, json={
+            "model": await ready(client), "temperature": 0, "max_tokens": 24,
+            "messages": [{"role": "user", "content": content}]})
+    assert reply.status_code == 200, reply.text
+    body = reply.json()
+    assert body["usage"]["prompt_tokens"] == len(tokens)
+    assert body["slipstream"]["kv_bytes"] > 0
+    assert body["choices"][0]["message"]["content"] == tokenizer.decode([token for token in right if token not in stops])
 
 
 def openai_client(cluster: Cluster) -> openai.OpenAI:

@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,11 +17,13 @@ from slipstream.config import EngineConfig
 from slipstream.engine.engine import Engine, GenerationRequest
 from slipstream.models import registry
 from slipstream.models.registry import LanguageModel
+from slipstream.types import Grid
 from tests.support import tiny
 from tests.support.engine_driver import assert_empty, poison, request
 from tests.support.engine_pair import Pair
 from tests.support.samples import Sample, Samples
 
+VIDEO = checkpoints.read(DEMO).video_token_id
 Talk = tuple[list[int], list[Any], list[Any]]
 """Tokens, grids and pixels."""
 
@@ -40,16 +43,21 @@ def engine(model: LanguageModel, checkpoint: Checkpoint, **config: Any) -> Engin
 
 
 def asked(name: str, talk: Talk, count: int) -> GenerationRequest:
-    hashes = [content_hash(pixels.shape[0], pixels.shape[1], pixels.tobytes()) for pixels in talk[2]]
+    hashes = [content_hash(pixels.shape[-3], pixels.shape[-2], pixels.tobytes()) for pixels in talk[2]]
     return request(name, talk[0], count, grids=talk[1], images=hashes, ignore_eos=True)
 
 
 def grow(talk: Talk, rng: random.Random, samples: list[Sample], vocabulary: int) -> Talk:
-    """One turn more: a sample with its pictures, or some text."""
+    """One turn more: a sample with its pictures, two groups of a video's frames, or some text."""
     tokens, grids, pixels = (list(part) for part in talk)
     if samples and (not tokens or rng.random() < 0.5):
         sample = rng.choice(samples)
         return tokens + list(sample.tokens), grids + list(sample.grids), pixels + list(sample.pixels)
+    if samples and rng.random() < 0.3:
+        for _ in range(2):
+            tokens += [rng.randrange(vocabulary), *[VIDEO] * 6]
+            grids.append(Grid(t=1, h=4, w=6))
+            pixels.append(np.random.default_rng(rng.randrange(4)).integers(0, 256, (2, 64, 96, 3), np.uint8))
     return tokens + [rng.randrange(vocabulary) for _ in range(rng.randrange(3, 40))], grids, pixels
 
 

@@ -313,6 +313,23 @@ def test_pictures_go_to_prefill_by_name(router: Front) -> None:
     assert not router.workers[Role.DECODE].images
 
 
+def test_a_video_goes_to_prefill_in_groups_of_frames(router: Front) -> None:
+    """Five frames are three groups, each behind its time; the last frame is there twice."""
+    frames = [picture(64, 96, seed) for seed in range(5)]
+    router.answer("ok")
+    reply = router.chat([{"type": "text", "text": "watch"}, {"type": "video", "video": [url for url, _ in frames], "fps": 1}])
+    assert reply.status_code == 200, reply.text
+    submit = router.stage.last.submits[Role.PREFILL][0]
+    groups = [frames[0][1] + frames[1][1], frames[2][1] + frames[3][1], frames[4][1] * 2]
+    assert [(image.grid_t, image.grid_h, image.grid_w) for image in submit.images] == [(1, 4, 6)] * 3
+    assert [image.content_hash for image in submit.images] == [content_hash(64, 96, group) for group in groups]
+    assert [router.workers[Role.PREFILL].images[image.content_hash] for image in submit.images] == [
+        (64, 96, group) for group in groups]
+    text = router.tokenizer.decode(submit.tokens)
+    assert [time in text for time in ("watch<0.5 seconds>", "<2.5 seconds>", "<4.0 seconds>")] == [True] * 3
+    assert sum(token == CHECKPOINT.video_token_id for token in submit.tokens) == 18
+
+
 def test_a_string_as_image_url_is_accepted_or_named(router: Front) -> None:
     url, _ = picture(32, 32)
     router.answer("ok")

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from router.dispatch import Row
@@ -154,15 +155,19 @@ def _epoch(router: Front) -> int | None:
     return next((one["epoch"] for one in replicas if one["role"] == "prefill"), None)
 
 
-def test_a_refused_picture_ends_its_request(router: Front) -> None:
+@pytest.mark.parametrize(("code", "status", "words"), [
+    (grpc.StatusCode.UNAVAILABLE, 503, "UNAVAILABLE no room for pictures"),
+    (grpc.StatusCode.RESOURCE_EXHAUSTED, 413, "no room for pictures; send a smaller picture, or fewer or smaller frames")])
+def test_a_refused_picture_ends_its_request(router: Front, code: grpc.StatusCode, status: int, words: str) -> None:
+    """No room for now, or too large for ever."""
     worker = router.workers[Role.PREFILL]
-    worker.takes_pictures = False
+    worker.refuses_pictures = code
     try:
         router.answer("never")
-        error = refused(router.chat([picture(64, 64), picture(64, 64, 9)]), 503)
+        error = refused(router.chat([picture(64, 64), picture(64, 64, 9)]), status)
     finally:
-        worker.takes_pictures = True
-    assert "RESOURCE_EXHAUSTED" in error["message"]
+        worker.refuses_pictures = None
+    assert words in error["message"]
     seen = router.stage.last
     for role in Role:
         router.stage.until(lambda role=role: bool(seen.cancels[role]), f"{role.value} is told")  # type: ignore[misc]

@@ -149,7 +149,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.address = ""
         self.load = pb.Load(free_blocks=4096, free_state_slots=64)
         self.submits: list[pb.Submit] = []
-        self.takes_pictures = True
+        self.refuses_pictures: grpc.StatusCode | None = None
         self.silent = False
         """True: nothing is said any more, as by a stopped process."""
         self._server: grpc.aio.Server | None = None
@@ -208,8 +208,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     async def PutImage(self, request_iterator: AsyncIterator[pb.ImageChunk], context: Any) -> pb.PutImageReply:  # noqa: N802
         """Keep the pixels."""
-        if not self.takes_pictures:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no room for pictures")
+        if self.refuses_pictures is not None:
+            await context.abort(self.refuses_pictures, "no room for pictures")
         head, data = pb.ImageChunk(), b""
         async for chunk in request_iterator:
             if not data:

@@ -17,7 +17,7 @@ from slipstream.checkpoint import Checkpoint
 from slipstream.layers.batch import AttentionCache, ForwardBatch, LayerCache, LinearCache
 from slipstream.models.qwen import CausalLM
 from slipstream.models.registry import VisionModel
-from slipstream.positions import mrope_positions
+from slipstream.positions import mrope_positions, placeholders
 from slipstream.sharding import deepstack_levels
 from slipstream.types import AttentionLayer, Grid
 
@@ -58,16 +58,18 @@ class Plain:
 
     @torch.inference_mode()
     def prefill(self, tokens: Sequence[int], pixels: Sequence[NDArray[np.uint8]] = (), *, chunk: int = 1 << 30,
-                positions: NDArray[np.int32] | None = None) -> Tensor:
-        """Logits of every prompt token, [T, vocab]. `positions`: instead of the right ones."""
+                positions: NDArray[np.int32] | None = None, t_step: float = 1.0) -> Tensor:
+        """Logits of every prompt token, [T, vocab]. `pixels`: [H, W, 3], or a video's [F, H, W, 3]. `positions`: instead of the
+        right ones."""
         checkpoint = self.checkpoint
         merge = checkpoint.vision.merge_size if checkpoint.vision else 1
         patch = checkpoint.vision.patch_size if checkpoint.vision else 1
-        grids = [Grid(t=1, h=image.shape[0] // patch, w=image.shape[1] // patch) for image in pixels]
+        grids = [Grid(t=max(1, image.shape[0] // 2) if image.ndim == 4 else 1, h=image.shape[-3] // patch,
+                      w=image.shape[-2] // patch, t_step=t_step) for image in pixels]
         right, self.delta = mrope_positions(tokens, grids, image_token_id=checkpoint.image_token_id,
                                             video_token_id=checkpoint.video_token_id, merge_size=merge)
         positions = right if positions is None else positions
-        places = [i for i, token in enumerate(tokens) if token == checkpoint.image_token_id]
+        places = [int(row) for row in placeholders(tokens, checkpoint.image_token_id, checkpoint.video_token_id)]
         embeds, comm = None, self.model.comm
         if pixels and comm.shard.rank == 0:
             assert isinstance(self.model, VisionModel)

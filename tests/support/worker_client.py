@@ -120,12 +120,13 @@ class Worker:
         await self._channel.close()
 
     async def put(self, image: np.ndarray[Any, Any]) -> bytes:
-        """Send a picture; its content hash."""
+        """Send a picture, or frames; its content hash."""
         data = image.tobytes()
-        name = content_hash(image.shape[0], image.shape[1], data)
+        name = content_hash(image.shape[-3], image.shape[-2], data)
 
         async def chunks() -> AsyncIterator[pb.ImageChunk]:
-            yield pb.ImageChunk(content_hash=name, height=image.shape[0], width=image.shape[1])
+            yield pb.ImageChunk(content_hash=name, height=image.shape[-3], width=image.shape[-2],
+                                frames=len(image) if image.ndim == 4 else 0)
             for start in range(0, len(data), CHUNK_BYTES):
                 yield pb.ImageChunk(data=data[start : start + CHUNK_BYTES])
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from slipstream import checkpoint as checkpoints
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.kernels import dispatch
-from slipstream.models import registry
+from slipstream.models import qwen, registry, vision
 from slipstream.models.qwen import CausalLM
 from tests.support.small import hybrid_checkpoint, random_model
 
@@ -105,6 +106,75 @@ def test_pictures_want_mrope(tmp_path: Path) -> None:
     blind = dataclasses.replace(demo, architecture="Qwen3_5ForCausalLM")
     with pytest.raises(CheckpointError, match=r"a vision tower"):
         registry.load(blind, dtype=torch.float32, device=CPU)
+
+
+class Plain(qwen.Qwen3ForCausalLM):
+    """What a file in models/ might hold."""
+
+
+def declares(*flags: str, base: type[CausalLM] = Plain, **more: object) -> type[CausalLM]:
+    return type("Liar", (base,), {**dict.fromkeys(flags, True), **more})
+
+
+@pytest.mark.parametrize(("kind", "words"), [
+    (declares("takes_pictures"), "Liar declares takes_pictures but has no method encode_images"),
+    (declares("drafts"), "Liar declares drafts but has no method draft"),
+    (declares(encode_images=lambda self, pixels: []), "Liar has the method encode_images but does not declare takes_pict"),
+    (declares(draft=lambda self: None), "Liar has the method draft but does not declare drafts"),
+    (declares("takes_mrope", base=qwen.Qwen3_5ForCausalLM), "takes_mrope twice: in Liar and in Qwen3_5ForCausalLM"),
+    (declares("takes_pictures", base=qwen.Qwen3VLForConditionalGeneration),
+     "Liar declares takes_pictures twice: in Liar and in ConditionalGeneration"),
+    (declares("takes_linear_layers", base=declares("takes_linear_layers")), "takes_linear_layers twice: in Liar and in Liar"),
+])
+def test_a_class_that_only_declares_or_declares_twice_is_refused(kind: type[CausalLM], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        registry.by_name(Plain, kind)
+    assert registry.by_name(Plain) == {"Plain": Plain}
+
+
+def test_two_classes_of_one_name_are_refused() -> None:
+    with pytest.raises(ConfigError, match="two model classes have one name: Liar, Liar"):
+        registry.by_name(declares(), declares())
+
+
+class _Nothing(torch.nn.Module):
+    """In the place of a part."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        super().__init__()
+
+
+@pytest.mark.parametrize(("part", "flag"), [
+    ("GatedDeltaNet", "takes_linear_layers"), ("SparseMLP", "takes_experts"), ("Rotary", "takes_mrope"),
+    ("VisionTower", "takes_deepstack"), ("WindowedTower", "takes_windows")])
+def test_a_class_without_the_parts_that_it_declares_is_refused(part: str, flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any weight is read, for a checkpoint that needs them."""
+    demo = checkpoints.read(checkpoints.DEMO)
+    assert demo.vision is not None
+    change: dict[str, Any] = {
+        "SparseMLP": {"architecture": "Qwen3_5MoeForConditionalGeneration", "experts": checkpoints.ExpertConfig(
+            count=4, top_k=2, intermediate_size=16, shared_size=0, normalise=True, layers=frozenset({1, 2}))},
+        "VisionTower": {"architecture": "Qwen3VLForConditionalGeneration", "layers": demo.layers[3:4],
+                        "vision": dataclasses.replace(demo.vision, deepstack=(0,))},
+        "WindowedTower": {"architecture": "Qwen2_5_VLForConditionalGeneration", "layers": demo.layers[3:4],
+                          "vision": dataclasses.replace(demo.vision, windows=checkpoints.WindowConfig(
+                              side=2, full_blocks=frozenset()))}}.get(part, {})
+    checkpoint = dataclasses.replace(demo, path=Path("nowhere"), **change)
+    with pytest.raises(CheckpointError, match="nowhere"):  # all is proved, and the first weight is missing
+        registry.load(checkpoint, dtype=torch.float32, device=CPU)
+    for module in (qwen, vision):
+        monkeypatch.setattr(module, part, _Nothing, raising=False)
+    if part.endswith("Tower"):
+        monkeypatch.setattr(registry.architectures()[checkpoint.architecture], "tower", _Nothing, raising=False)
+    with pytest.raises(CheckpointError, match=rf"declares {flag}, but does not implement it"):
+        registry.load(checkpoint, dtype=torch.float32, device=CPU)
+
+
+def test_every_architecture_declares_once_and_implements() -> None:
+    known = registry.architectures()
+    assert len(known) > 9
+    for name, kind in known.items():
+        assert issubclass(kind, registry.VisionModel) == name.endswith("ForConditionalGeneration") == kind.takes_pictures
 
 
 def test_a_weight_in_two_shards_is_named(tmp_path: Path, weights: dict[str, Tensor]) -> None:

@@ -129,10 +129,10 @@ def test_an_index_that_promises_too_much_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("config", "words"), [
-    ({"architectures": ["LlamaForCausalLM"]}, r"LlamaForCausalLM; known: Qwen2ForCausalLM, Qwen2_5_VLFor"),
+    ({"architectures": ["LlamaForCausalLM"]}, r"LlamaForCausalLM; known: Qwen2ForCausalLM, Qwen2VLFor"),
     ({"architectures": []}, r"`architectures` is missing"),
     ({"vocab_size": None}, r"`vocab_size` is missing"),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, r"rope type 'yarn' is not supported"),
+    ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, r"rope type 'longrope' is not supported"),
     ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 1]}}, r"add up to 4"),
     ({"layer_types": ["full_attention", "linear_attention"]}, r"`linear_num_key_heads` is missing"),
     ({"hidden_size": "wide"}, r"holds a value of the wrong kind"),

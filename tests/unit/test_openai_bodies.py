@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -31,6 +32,23 @@ def test_numbers_that_are_no_floats_are_refused_by_name(field: str, number: str)
     with pytest.raises(InvalidRequestError) as caught:
         chat_request(body)
     assert caught.value.field == field
+
+
+@given(st.sampled_from(["video", "video_url"]), st.fixed_dictionaries({}, optional={
+    "value": JSON | st.lists(st.text(max_size=5), min_size=2, max_size=3), "fps": JSON,
+    "timestamps": JSON | st.lists(st.floats() | st.integers(), max_size=3), "role": st.sampled_from(["user", "system"])}))
+@settings(max_examples=300, deadline=None)
+def test_any_video_is_taken_or_refused(kind: str, fields: dict[str, Any]) -> None:
+    role, value = fields.pop("role", "user"), fields.pop("value", None)
+    try:
+        request = chat_request({"model": "m", "messages": [{"role": role, "content": [{"type": kind, kind: value, **fields}]}]})
+    except InvalidRequestError as refusal:
+        good = refusal.field is not None and len(refusal.message) < 300
+    else:
+        (part,) = request.messages[0]["content"]
+        good = len(part["video"].urls) == len(part["video"].seconds) >= 2
+        good = good and all(b > a for a, b in pairwise(part["video"].seconds))
+    assert good, "a video with ascending times, or a field that is named"
 
 
 @given(st.sampled_from(FIELDS), JSON)

@@ -61,7 +61,11 @@ def test_adjacent_images_are_told_apart_by_their_grids() -> None:
     ([1, IMAGE, IMAGE], [], "holds 2 image placeholder tokens, its 0 images need 0"),
     ([1, 2], [grid(1, 1)], "holds 0 image placeholder tokens, its 1 images need 1"),
     ([IMAGE, 1, IMAGE], [grid(1, 2)], "interrupted"),
-    ([VIDEO, 1], [], "video"),
+    ([VIDEO, 1], [], "holds 1 image placeholder tokens, its 0 images need 0"),
+    ([IMAGE, VIDEO], [grid(1, 2)], "interrupted"),
+    ([VIDEO], [Grid(t=1, h=2, w=2, t_step=1e10)], "too long"),
+    ([VIDEO], [Grid(t=1, h=2, w=2, t_step=float("nan"))], "too long"),
+    ([VIDEO] * 6, [Grid(t=2, h=2, w=2, t_step=5e8)] * 3, "reach beyond"),
     ([IMAGE], [Grid(t=1, h=3, w=2)], "not a multiple of 2"),
     ([IMAGE], [Grid(t=0, h=2, w=2)], "not a multiple"),
 ])

@@ -132,6 +132,24 @@ async def test_intake_trusts_nothing(height: int, width: int, data: int, message
     assert store.used_bytes == 0
 
 
+async def test_intake_takes_the_frames_of_a_video() -> None:
+    store = ImageStore(4 * BYTES)
+    intake = ImageIntake(store, SIDE, content_hash)
+    data = np.arange(2 * BYTES, dtype=np.uint32).astype(np.uint8).reshape(2, SIDE, SIDE, 3)
+    chunk = pb.ImageChunk(content_hash=content_hash(SIDE, SIDE, data.tobytes()), height=SIDE, width=SIDE, frames=2,
+                          data=data.tobytes())
+    assert not await intake.take(chunks(chunk))
+    (stored,) = await store.pin([chunk.content_hash], 1)
+    assert stored.shape == data.shape
+    assert (stored == data).all()
+    chunk.frames = 5
+    with pytest.raises(RequestTooLargeError, match=r"5 x 32 x 32 is larger"):
+        await intake.take(chunks(chunk))
+    chunk.frames = 1
+    with pytest.raises(InvalidRequestError, match="a video of one frame"):
+        await intake.take(chunks(chunk))
+
+
 async def test_a_picture_that_stops_on_its_way_holds_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prefill.images.READ_SECONDS", 0.02)
     store = ImageStore(4 * BYTES)
