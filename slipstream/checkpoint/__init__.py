@@ -1,7 +1,9 @@
 """What a checkpoint folder declares (config.json and its neighbours); knows no tensor and no tokenizer."""
 
 from slipstream.checkpoint.folder import DEMO, resolve
+from slipstream.checkpoint.quantization import Quantization
 from slipstream.checkpoint.reader import read
 from slipstream.checkpoint.spec import Checkpoint, ExpertConfig, ImageConfig, RopeConfig, VisionConfig, WindowConfig
 
-__all__ = ["DEMO", "Checkpoint", "ExpertConfig", "ImageConfig", "RopeConfig", "VisionConfig", "WindowConfig", "read", "resolve"]
+__all__ = ["DEMO", "Checkpoint", "ExpertConfig", "ImageConfig", "Quantization", "RopeConfig", "VisionConfig", "WindowConfig",
+           "read", "resolve"]

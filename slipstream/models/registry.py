@@ -74,7 +74,8 @@ def load(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, co
     with torch.device("meta"):
         whole = kind(checkpoint, table)
         model = whole if comm is None else kind(checkpoint, table, comm)
-    weights.load_into(model, whole, checkpoint.path, dtype=dtype, device=device, progress=progress,
+    weights.load_into(model, whole, checkpoint.path, dtype=dtype, device=device, quantization=checkpoint.quantization,
+                      progress=progress,
                       rename=lambda name: _rename(name, isinstance(model, VisionModel), checkpoint))
     return model.to(device).eval()
 

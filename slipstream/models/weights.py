@@ -12,8 +12,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from slipstream.checkpoint import Quantization
 from slipstream.errors import CheckpointError
 from slipstream.layers.linear import Part, Piece, Stack
+from slipstream.models.quantized import Dequantiser
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +54,8 @@ def _without_doubles(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def load_into(model: nn.Module, whole: nn.Module, folder: Path, *, rename: Callable[[str], str | None], dtype: torch.dtype,
-              device: torch.device, progress: Progress | None = None) -> None:
-    """Load every parameter of `model` from the folder; of one that is a Part, only its ranges are read.
+              device: torch.device, quantization: Quantization | None = None, progress: Progress | None = None) -> None:
+    """Load every parameter of `model` from the folder; of one that is a Part, only its ranges are read. FP8 becomes `dtype`.
 
     `whole` (which may be on the meta device) has the names and shapes that the folder must hold; what `model` lacks of them is
     another rank's. `rename` maps a name on disk to a parameter's name, or None for a weight that is nobody's. Raises
@@ -62,12 +64,17 @@ def load_into(model: nn.Module, whole: nn.Module, folder: Path, *, rename: Calla
     """
     files = files_of(folder)
     names = {disk_name: name for disk_name in files if (name := rename(disk_name)) is not None}
+    dequantiser = Dequantiser(quantization, list(names))
+    names = {disk_name: names[disk_name] for disk_name in dequantiser.weights}
     held = set(names.values())
     wanted, shapes = _pieces(model, held), {name: piece.shape for name, (_, piece) in _pieces(whole, held).items()}
-    if unused := sorted(files.keys() - names):
+    if unused := sorted(files.keys() - names - set(dequantiser.scales.values())):
         logger.info("%s: %d weights are not used by this model, such as %s", folder, len(unused), unused[0])
     unknown = sorted(disk_name for disk_name, name in names.items() if name not in shapes)
     ours = {disk_name: name for disk_name, name in names.items() if name in wanted}
+    scales = {scale: weight for weight, scale in dequantiser.scales.items() if weight in ours}
+    for scale, file, stored in _stored(scales, files):
+        dequantiser.read(scales[scale], file, stored, wanted[ours[scales[scale]]][1])
     found: dict[str, str] = {}
     for disk_name, file, stored in _stored([*ours, *unknown], files):
         if disk_name not in ours:
@@ -83,14 +90,8 @@ def load_into(model: nn.Module, whole: nn.Module, folder: Path, *, rename: Calla
             tensor = _read(stored, piece)
         except SafetensorError as error:
             raise CheckpointError(f"cannot read {disk_name} from {file}: {error}") from error
-        if tensor.dtype not in _STORED:
-            raise CheckpointError(f"{disk_name} in {file} of shape {shape} is stored as {tensor.dtype}; known: "
-                                  f"{', '.join(str(known) for known in _STORED)}")
-        converted = tensor.to(device=device, dtype=dtype).contiguous()
-        if not bool(torch.isfinite(converted).all()):
-            raise CheckpointError(f"{disk_name} in {file} of shape {shape} holds NaN or infinity as {dtype}; "
-                                  "the file is damaged, or the dtype too narrow")
-        _assign(model, parameter, piece, converted)
+        numbers = dequantiser.numbers(disk_name, file, tensor.to(device), dtype)
+        _assign(model, parameter, piece, _converted(f"{disk_name} in {file} of shape {shape}", numbers, dtype))
         found[name] = disk_name
         if progress is not None:
             progress(len(found), len(wanted))
@@ -138,6 +139,16 @@ def _read(stored: Any, piece: Piece) -> Tensor:
     before = (slice(None),) * piece.axis
     parts = [stored[(*before, slice(part.start, part.stop))] for part in piece.cut.ranges]
     return parts[0] if len(parts) == 1 else torch.cat(parts, piece.axis)
+
+
+def _converted(what: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    if tensor.dtype not in _STORED:
+        raise CheckpointError(f"{what} is stored as {tensor.dtype}; known: {', '.join(map(str, _STORED))}, and, with a "
+                              "quantization_config in config.json, torch.float8_e4m3fn")
+    converted = tensor.to(dtype).contiguous()
+    if not bool(torch.isfinite(converted).all()):
+        raise CheckpointError(f"{what} holds NaN or infinity as {dtype}; the file is damaged, or the dtype too narrow")
+    return converted
 
 
 def _open(path: Path) -> safe_open:
