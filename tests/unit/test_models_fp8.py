@@ -165,7 +165,7 @@ FP8 = torch.ones(HEADS * HEAD, HIDDEN).to(torch.float8_e4m3fn)
 
 
 @pytest.mark.parametrize(("change", "words"), [
-    ({SCALE: None}, r"q_proj\.weight in .* stored as torch\.float8_e4m3fn, but its scale, .*q_proj\.weight_scale_inv, is missing"),
+    ({SCALE: None}, r"q_proj\.weight in .* as torch\.float8_e4m3fn, but its scale, .*q_proj\.weight_scale_inv, is missing"),
     ({SCALE: torch.ones(2, 1)}, r"q_proj\.weight_scale_inv in .*expected shape \(2, 2\), .* \(160, 200\), found \(2, 1\)"),
     ({SCALE: torch.ones(())}, r"q_proj\.weight_scale_inv in .*expected shape \(2, 2\).* found \(\)"),
     ({SCALE: GOOD * torch.nan}, r"q_proj\.weight_scale_inv in .* negative, NaN or infinity"),
@@ -197,7 +197,8 @@ def test_fp8_that_config_json_does_not_speak_of_is_refused(tmp_path: Path) -> No
     ("model.language_model.layers.1.mlp.gate", "layers.1.mlp.gate", True),
     ("model.layers.1.mlp.gate", "layers.1.mlp.gate", True), ("layers.1.mlp", "layers.1.mlp.gate", True),
     ("language_model.model.layers.1.mlp.gate", "layers.1.mlp.gate", True), ("mlp.gate", "layers.1.mlp.gate", True),
-    ("mlp.gate", "layers.1.mlp.gate_proj", False), ("model.layers.1", "layers.11.mlp.gate", False), ("model", "layers.1", False),
+    ("mlp.gate", "layers.1.mlp.gate_proj", False), ("model.layers.1", "layers.11.mlp.gate", False),
+    ("model", "layers.1", False),
     ("lm_head", "lm_head", True), ("model.visual", "visual.blocks.0.attn.qkv", True), ("visual", "visual.merger.fc1", True),
     ("re:.*mlp.gate$", "layers.1.mlp.gate", True), ("re:.*mlp.gate$", "layers.1.mlp.gate_proj", False),
     ("re:model.layers.1.mlp.*", "layers.1.mlp.gate", True), ("re:visual.*", "visual.merger.fc1", True)])
@@ -208,7 +209,7 @@ def test_ignored_modules_under_every_prefix(prefix: str, ignored: str, module: s
 @pytest.mark.parametrize("name", [Q.removesuffix(".weight"), "q_proj", "re:.*self_attn.*", "model.language_model.layers.0"])
 def test_a_module_that_is_ignored_must_not_be_fp8(tmp_path: Path, name: str) -> None:
     folder = write(tmp_path, quantized={**BLOCKS, "modules_to_not_convert": [name]})
-    with pytest.raises(CheckpointError, match=r"_proj\.weight in .* is stored as torch\.float8_e4m3fn, but quantization_config"):
+    with pytest.raises(CheckpointError, match=r"_proj\.weight in .* stored as torch\.float8_e4m3fn, but quantization_config"):
         load(folder)
 
 

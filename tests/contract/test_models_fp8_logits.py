@@ -1,4 +1,4 @@
-"""FP8 checkpoints compute what transformers does with the same numbers dequantised in numpy: whole, in chunks, cut every way."""
+"""FP8 checkpoints compute what transformers does with the same numbers dequantised in numpy: in chunks, cut every way."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ def test_every_kind_of_layer(name: str, kind: str, tmp_path: Path) -> None:
     check(tmp_path / "fp8", fp8.convert(folder, tmp_path / "fp8", config, block, suffix, **options))
 
 
-@pytest.mark.parametrize(("kind", "shape"), [("blocks", None), ("channels", None), ("one scale", lambda scales: scales.flatten())])
+@pytest.mark.parametrize(("kind", "shape"), [("blocks", None), ("channels", None),
+                                             ("one scale", lambda scales: scales.flatten())])
 def test_experts_in_one_tensor(kind: str, shape: Any, tmp_path: Path) -> None:
     """[experts, ...] weights and scales, which a rank reads its channels of: of the gates, and apart from them of the ups."""
     folder = tiny.write("qwen3_moe", tmp_path / "whole", 1)
