@@ -45,6 +45,9 @@ class EngineConfig:
     """Tokens per KV block; must be equal on both sides."""
     kv_cache_tokens: int = 65536
     """Tokens of KV that a replica holds, over all sequences."""
+    kv_dtype: str = "auto"
+    """`auto`: KV in the model's dtype; `fp8_e4m3`: in one byte a number, divided by the checkpoint's `k_scale` and `v_scale` of
+    each layer, or by 1 where it has none. Must be equal on both sides."""
     max_running: int = 64
     """Sequences in one step; also the number of recurrent-state slots."""
     max_batch_tokens: int = 1024
@@ -366,13 +369,13 @@ def _check(config: Config) -> None:
         if not 0 <= getattr(faults, key) <= 1:
             raise ConfigError(f"transfer.faults.{key} is a share, 0 to 1, not {getattr(faults, key)}",
                               field=f"transfer.faults.{key}")
-    for key in ("delay_seconds", "stall_at_bytes", "bytes_per_second"):
-        if getattr(faults, key) < 0:
-            raise ConfigError(f"transfer.faults.{key} must be at least 0, not {getattr(faults, key)}",
-                              field=f"transfer.faults.{key}")
-    for name, value in positive.items():
-        if value <= 0:
-            raise ConfigError(f"{name} must be at least 1, not {value}", field=name)
+    not_negative = {"engine.state_snapshots": engine.state_snapshots, "transfer.faults.delay_seconds": faults.delay_seconds,
+                    "transfer.faults.stall_at_bytes": faults.stall_at_bytes,
+                    "transfer.faults.bytes_per_second": faults.bytes_per_second}
+    for least, values in ((1, positive), (0, not_negative)):
+        for name, value in values.items():
+            if value < least:
+                raise ConfigError(f"{name} must be at least {least}, not {value}", field=name)
     if config.transfer.frame_bytes > 32 << 20:
         raise ConfigError(f"transfer.frame_bytes must be at most 32 MiB, half of the longest message, not "
                           f"{config.transfer.frame_bytes}", field="transfer.frame_bytes")
@@ -380,9 +383,6 @@ def _check(config: Config) -> None:
         raise ConfigError(f"engine.max_running ({engine.max_running}) must not exceed engine.max_batch_tokens "
                           f"({engine.max_batch_tokens}): every running sequence decodes one token a step",
                           field="engine.max_running")
-    if engine.state_snapshots < 0:
-        raise ConfigError(f"engine.state_snapshots must be at least 0, not {engine.state_snapshots}",
-                          field="engine.state_snapshots")
     if not 0 < config.transfer.parked_fraction <= 1:
         raise ConfigError(f"transfer.parked_fraction must be in (0, 1], not {config.transfer.parked_fraction}",
                           field="transfer.parked_fraction")

@@ -9,7 +9,7 @@ E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 
 
-def dequantise(stored: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantise(stored: Tensor, scales: Tensor | float, dtype: torch.dtype) -> Tensor:
     """Each number times its scale in float32, rounded once; `scales` broadcasts."""
     return (stored.float() * scales).to(dtype)
 

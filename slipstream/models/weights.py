@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import re
 from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from slipstream.checkpoint import Quantization
+from slipstream.checkpoint import Checkpoint, Quantization
 from slipstream.errors import CheckpointError
 from slipstream.layers.linear import Part, Piece, Stack
 from slipstream.models.quantized import Dequantiser
+from slipstream.types import KvScales
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +105,24 @@ def load_into(model: nn.Module, whole: nn.Module, folder: Path, *, rename: Calla
     if unknown:
         raise CheckpointError(f"{folder} holds weights that this architecture does not have: {', '.join(unknown[:5])}"
                               f"{', ...' if len(unknown) > 5 else ''}; is config.json the right one?")
+
+
+_KV_SCALE = re.compile(r"(?:(?:model|language_model)\.)*(?P<layer>layers\.\d+)\.self_attn\."
+                       r"(?:(?:attn\.|[kv]_proj\.)?[kv]_scale|[kv]_proj\.output_scale)")
+
+
+def kv_scales(checkpoint: Checkpoint) -> KvScales:
+    """The `k_scale` and `v_scale` of each layer's attention, 1 where there is none, which quantisers write beside the weights.
+    Raises CheckpointError for one that is no positive number."""
+    files, found = files_of(checkpoint.path), dict[tuple[str, str], float]()
+    layers = {name: match["layer"] for name in files if (match := _KV_SCALE.fullmatch(name))}
+    for name, file, stored in _stored(layers, files):
+        scale, key = stored[...].float(), (layers[name], "v" if re.search(r"\.v_(scale|proj\.output)", name) else "k")
+        if scale.numel() != 1 or not 0 < float(scale) < math.inf:
+            raise CheckpointError(f"{name} in {file} is {scale.tolist()}; known: one positive number")
+        if found.setdefault(key, float(scale)) != float(scale):
+            raise CheckpointError(f"{name} in {file} is {float(scale)}; another scale of the same is {found[key]}")
+    return tuple((found.get((layer.name, "k"), 1.0), found.get((layer.name, "v"), 1.0)) for layer in checkpoint.layers)
 
 
 def _stored(names: Iterable[str], files: dict[str, Path]) -> Iterator[tuple[str, Path, Any]]:
