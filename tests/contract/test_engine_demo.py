@@ -173,3 +173,8 @@ def test_build_in_bfloat16_answers_right(checkpoint: Checkpoint, chosen: list[Sa
 def test_build_refuses_unknown_devices_and_dtypes(checkpoint: Checkpoint, model_config: ModelConfig, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         engine_build.build(checkpoint, model_config, EngineConfig())
+
+
+def test_build_refuses_unknown_kv_dtypes(checkpoint: Checkpoint) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.kv_dtype must be auto or fp8_e4m3, not 'fp8_e5m2'"):
+        engine_build.build(checkpoint, ModelConfig(device="cpu"), EngineConfig(kv_dtype="fp8_e5m2"))

@@ -80,6 +80,10 @@ def test_quantised_is_the_nearest_and_saturates(number: float, scale: float) -> 
     assert abs(found) <= 448
 
 
+def test_an_infinite_number_saturates_too() -> None:
+    assert kernels.quantise(torch.tensor([torch.inf, -torch.inf]), 2.0).float().tolist() == [448, -448]
+
+
 # What a rank reads ------------------------------------------------------------------------------------------------------
 
 HIDDEN, VOCAB, HEADS, HEAD = 200, 40, 8, 20
