@@ -45,7 +45,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def engine(checkpoint: Checkpoint, **config: Any) -> Engine:
-    values: dict[str, Any] = {"kv_cache_tokens": 16 * 40, "max_running": 6, "max_batch_tokens": 96, "kv_dtype": "fp8_e4m3"} | config
+    values: dict[str, Any] = {"kv_cache_tokens": 16 * 40, "max_running": 6, "max_batch_tokens": 96,
+                              "kv_dtype": "fp8_e4m3"} | config
     made = build.build(checkpoint, ModelConfig(device="cpu"), EngineConfig(**values))
     poison(made)
     return made
