@@ -145,7 +145,7 @@ def begins(whole: Choice, part: Choice) -> bool:
 
 
 def workers() -> list[str]:
-    return [f"{role}-{number}" for role, count in REPLICAS.items() for number in range(count)]
+    return sorted(f"{role}-{number}" for role, count in REPLICAS.items() for number in range(count))
 
 
 def descriptors(pid: int) -> Counter[str]:
@@ -173,7 +173,10 @@ def served(weather: Weather, tmp_path: Path) -> Iterator[Command]:
 async def settled(client: Client, victims: Victims, before: dict[str, int]) -> None:
     """Wait until every worker owns nothing but its cache, and has no more files open than before the first failure."""
     async with asyncio.timeout(30):
-        while len(replicas := (await client.get("/status")).json()["replicas"]) != len(workers()):  # noqa: ASYNC110
+        while True:  # a replica that has just been replaced may be listed in place of its next epoch
+            replicas = (await client.get("/status")).json()["replicas"]
+            if sorted(one["replica_id"] for one in replicas) == workers():
+                break
             await asyncio.sleep(0.2)
     by_name = {one["replica_id"]: one["address"] for one in replicas}
     for number in range(2):
