@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -28,18 +29,21 @@ class _Scales:
     """float32; along each axis the blocks that the part touches."""
     blocks: tuple[Tensor, ...]
     """Along each axis, the block of each place of the part; a single one is that of all places."""
+    axis: int
+    """Along which parts are cut."""
 
-    def times(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
-        """The part's numbers; one matrix after the other, so that a stack of experts needs no float32 copy of itself."""
-        values, (*others, rows, columns) = self.values.to(stored.device), (each.to(stored.device) for each in self.blocks)
+    def fill(self, stored: Tensor, into: Tensor, at: int) -> None:
+        """Write the numbers of what is stored from place `at` on; one matrix after the other, so that a stack of experts needs
+        no float32 copy of itself."""
+        cut = [places if len(places) == 1 or axis != self.axis else places[at : at + stored.shape[axis]]
+               for axis, places in enumerate(self.blocks)]
+        values, stored, (*others, rows, columns) = (
+            self.values.to(into.device), stored.to(into.device), (places.to(into.device) for places in cut))
         for axis, places in enumerate(others):
             values = values.index_select(axis, places)
         values = values.index_select(-1, columns)
-        out = torch.empty(stored.shape, dtype=dtype, device=stored.device)
-        matrices = (each.reshape(-1, *each.shape[-2:]) for each in (stored, values, out))
-        for matrix, scales, into in zip(*matrices, strict=True):
-            into.copy_(fp8.dequantise(matrix, scales.index_select(0, rows), dtype))
-        return out
+        for matrix in itertools.product(*map(range, stored.shape[:-2])):
+            into[matrix] = fp8.dequantise(stored[matrix], values[matrix].index_select(0, rows), into.dtype)
 
 
 class Dequantiser:
@@ -86,23 +90,26 @@ class Dequantiser:
             raise CheckpointError(f"{name} in {file} is stored as {values.dtype}; known: {', '.join(map(str, _FLOATS))}")
         if not bool((values.isfinite() & (values >= 0)).all()):
             raise CheckpointError(f"{name} in {file} holds a scale that is negative, NaN or infinity; the file is damaged")
-        self._scales[weight] = _Scales(values.float(), tuple(blocks))
+        self._scales[weight] = _Scales(values.float(), tuple(blocks), axis)
 
-    def numbers(self, weight: str, file: Path, stored: Tensor, dtype: torch.dtype) -> Tensor:
-        """What a weight's stored part means, in `dtype` if it is FP8. Raises CheckpointError where it and its scale, or it and
-        config.json, contradict each other."""
+    def fill(self, weight: str, file: Path, stored: Tensor, into: Tensor, at: int = 0) -> None:
+        """Write what a weight's stored part means; it begins at place `at` of the axis that its piece is cut along. Raises
+        CheckpointError for a dtype that is not known, and where the weight, its scale and config.json contradict each other."""
         scales, quantization = self._scales.get(weight), self._quantization
-        if stored.dtype != fp8.E4M3 or quantization is None:
-            if scales is not None:
-                raise CheckpointError(f"{weight} in {file} is stored as {stored.dtype}, but has a scale, {self.scales[weight]}")
-            return stored
-        if quantization.ignores(weight.removesuffix(".weight")):
-            raise CheckpointError(f"{weight} in {file} is stored as {stored.dtype}, but quantization_config in config.json "
-                                  "says that it is not quantised")
-        if scales is None:
-            raise CheckpointError(f"{weight} in {file} is stored as {stored.dtype}, but its scale, "
-                                  f"{weight}{quantization.suffix}, is missing")
-        return scales.times(stored, dtype)
+        what = f"{weight} in {file} is stored as {stored.dtype}"
+        if stored.dtype == fp8.E4M3 and quantization is not None:
+            if quantization.ignores(weight.removesuffix(".weight")):
+                raise CheckpointError(f"{what}, but quantization_config in config.json says that it is not quantised")
+            if scales is None:
+                raise CheckpointError(f"{what}, but its scale, {weight}{quantization.suffix}, is missing")
+            scales.fill(stored, into, at)
+        elif scales is not None:
+            raise CheckpointError(f"{what}, but has a scale, {self.scales[weight]}")
+        elif stored.dtype not in _FLOATS:
+            raise CheckpointError(f"{what}; known: {', '.join(map(str, _FLOATS))}, and, with a quantization_config in "
+                                  f"config.json, {fp8.E4M3}")
+        else:
+            into.copy_(stored)
 
 
 def _blocks(cut: Iterable[range], side: int) -> tuple[tuple[range, ...], Tensor]:

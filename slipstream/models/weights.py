@@ -24,8 +24,6 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 
-_STORED = (torch.float32, torch.bfloat16, torch.float16)
-
 
 def files_of(folder: Path) -> dict[str, Path]:
     """Tensor name -> file. With an index only the files that it names count; a stray file beside it is not read."""
@@ -93,8 +91,12 @@ def load_into(model: nn.Module, whole: nn.Module, folder: Path, *, rename: Calla
             tensor = _read(stored, piece)
         except SafetensorError as error:
             raise CheckpointError(f"cannot read {disk_name} from {file}: {error}") from error
-        numbers = dequantiser.numbers(disk_name, file, tensor.to(device), dtype)
-        _assign(model, parameter, piece, _converted(f"{disk_name} in {file} of shape {shape}", numbers, dtype))
+        converted = torch.empty(tensor.shape, dtype=dtype, device=device)
+        dequantiser.fill(disk_name, file, tensor, converted)
+        if not bool(torch.isfinite(converted).all()):
+            raise CheckpointError(f"{disk_name} in {file} of shape {shape} holds NaN or infinity as {dtype}; "
+                                  "the file is damaged, or the dtype too narrow")
+        _assign(model, parameter, piece, converted)
         found[name] = disk_name
         if progress is not None:
             progress(len(found), len(wanted))
@@ -160,16 +162,6 @@ def _read(stored: Any, piece: Piece) -> Tensor:
     before = (slice(None),) * piece.axis
     parts = [stored[(*before, slice(part.start, part.stop))] for part in piece.cut.ranges]
     return parts[0] if len(parts) == 1 else torch.cat(parts, piece.axis)
-
-
-def _converted(what: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    if tensor.dtype not in _STORED:
-        raise CheckpointError(f"{what} is stored as {tensor.dtype}; known: {', '.join(map(str, _STORED))}, and, with a "
-                              "quantization_config in config.json, torch.float8_e4m3fn")
-    converted = tensor.to(dtype).contiguous()
-    if not bool(torch.isfinite(converted).all()):
-        raise CheckpointError(f"{what} holds NaN or infinity as {dtype}; the file is damaged, or the dtype too narrow")
-    return converted
 
 
 def _open(path: Path) -> safe_open:
