@@ -28,6 +28,7 @@ _SHARED: dict[str, Any] = {**_EXPERTS, "shared_expert_intermediate_size": 64}
 _VISION: dict[str, Any] = {"depth": 2, "hidden_size": 48, "intermediate_size": 96, "num_heads": 4, "patch_size": 16,
                            "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 64,
                            "num_position_embeddings": 16, "in_channels": 3}
+_SECTIONS: dict[str, Any] = {"rope_theta": 1e6, "mrope_section": [2, 3, 3]}
 _INTERLEAVED: dict[str, Any] = {"rope_theta": 5e6, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
 
 
@@ -47,9 +48,12 @@ TINY: dict[str, dict[str, Any]] = {
     "Qwen3_5MoeForConditionalGeneration": _seeing({**_HYBRID, **_SHARED}),
     "Qwen3VLForConditionalGeneration": _seeing({**_COMMON, "head_dim": 16, "rope_parameters": _INTERLEAVED},
                                                deepstack_visual_indexes=[0, 1]),
-    "Qwen2_5_VLForConditionalGeneration": _seeing(
-        {**_COMMON, "rope_parameters": {"rope_theta": 1e6, "mrope_section": [2, 3, 3]}}, window_size=64,
-        fullatt_block_indexes=[1]),
+    "Qwen3VLMoeForConditionalGeneration": _seeing({**_COMMON, **_EXPERTS, "head_dim": 16, "rope_parameters": _INTERLEAVED},
+                                                  deepstack_visual_indexes=[0, 1]),
+    "Qwen2VLForConditionalGeneration": _seeing({**_COMMON, "rope_parameters": _SECTIONS}, embed_dim=48, hidden_size=64,
+                                               mlp_ratio=2),
+    "Qwen2_5_VLForConditionalGeneration": _seeing({**_COMMON, "rope_parameters": _SECTIONS}, window_size=64,
+                                                  fullatt_block_indexes=[1]),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from slipstream.checkpoint import defaults
 from slipstream.checkpoint import text as texts
 from slipstream.checkpoint import vision as visions
 from slipstream.checkpoint.folder import read_json
@@ -26,12 +27,13 @@ def read(path: Path) -> Checkpoint:
 
 
 def _parse(path: Path, config: dict[str, Any]) -> Checkpoint:
-    text = config.get("text_config") or config
     architecture = (config.get("architectures") or [""])[0]
     if not architecture:
         raise CheckpointError(f"{path / 'config.json'}: `architectures` is missing")
 
-    _refuse_unsupported(path, config, text)
+    told = config.get("text_config") or config
+    _refuse_unsupported(path, config, told)
+    text = defaults.text(architecture, told)
 
     def need(section: dict[str, Any], key: str) -> Any:
         if section.get(key) is None:
@@ -42,9 +44,9 @@ def _parse(path: Path, config: dict[str, Any]) -> Checkpoint:
     hidden = int(need(text, "hidden_size"))
     head_size = int(text.get("head_dim") or hidden // heads)
     # A text-only class may be named over a config that also describes a tower: it is then served without pictures.
-    vision = None if architecture.endswith("ForCausalLM") else visions.vision(path, config.get("vision_config"))
+    vision = None if architecture.endswith("ForCausalLM") else visions.vision(path, config.get("vision_config"), architecture)
     generation = read_json(path / "generation_config.json")
-    eos = generation.get("eos_token_id", text.get("eos_token_id", config.get("eos_token_id")))
+    eos = generation.get("eos_token_id", told.get("eos_token_id", config.get("eos_token_id", text.get("eos_token_id"))))
     eos_ids = frozenset(int(i) for i in (eos if isinstance(eos, list) else [eos]) if i is not None)
     layers = texts.layers(text, heads, head_size)
     if vision is not None and len(vision.deepstack) > len(layers):
@@ -52,6 +54,7 @@ def _parse(path: Path, config: dict[str, Any]) -> Checkpoint:
                               f"blocks, one for each of the first layers, but there are {len(layers)} layers")
     experts = texts.experts(text)
     dense = experts is None or len(experts.layers) < int(need(text, "num_hidden_layers"))
+    marks = {**defaults.marks(architecture), **config} if vision is not None else {}
     dtype = str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype") or "bfloat16")
     return Checkpoint(
         path=path,
@@ -71,11 +74,11 @@ def _parse(path: Path, config: dict[str, Any]) -> Checkpoint:
         eos_token_ids=eos_ids,
         sampling=_sampling(path / "generation_config.json", generation),
         vision=vision,
-        image=visions.image(path, vision),
-        image_token_id=config.get("image_token_id") if vision else None,
-        video_token_id=config.get("video_token_id") if vision else None,
-        vision_start_token_id=config.get("vision_start_token_id") if vision else None,
-        vision_end_token_id=config.get("vision_end_token_id") if vision else None,
+        image=visions.image(path, vision, architecture),
+        image_token_id=marks.get("image_token_id"),
+        video_token_id=marks.get("video_token_id"),
+        vision_start_token_id=marks.get("vision_start_token_id"),
+        vision_end_token_id=marks.get("vision_end_token_id"),
         quantization=quantization(config, text, path / "config.json"),
     )
 

@@ -50,7 +50,7 @@ class WindowConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class VisionConfig:
-    """The vision tower (Qwen2.5-VL, Qwen3-VL and Qwen3.5)."""
+    """The vision tower (Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5)."""
 
     depth: int
     hidden_size: int
@@ -61,7 +61,7 @@ class VisionConfig:
     merge_size: int
     out_hidden_size: int
     num_position_embeddings: int
-    """Of the learned square table; 0 with windows, where positions are rotary alone."""
+    """Of the learned square table; 0 in Qwen2-VL and Qwen2.5-VL, where positions are rotary alone."""
     in_channels: int
     deepstack: tuple[int, ...]
     """Blocks whose outputs are merged too: that of the i-th is added to the language model's hidden states after layer i."""

@@ -24,8 +24,9 @@ def rope(text: dict[str, Any], head_size: int, path: Path) -> RopeConfig:
         raise CheckpointError(f"{path / 'config.json'}: rope type {kind!r} is not supported; known: default, mrope")
     theta = rope.get("rope_theta", text.get("rope_theta", 10000.0))
     fraction = float(rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 0.25 if hybrid else 1.0)))
-    section = rope.get("mrope_section")
     rotary = int(head_size * fraction)
+    assumed = text.get("mrope_section")
+    section = rope.get("mrope_section", assumed if assumed and 2 * sum(assumed) == rotary else None)
     if section is not None and (len(section) != 3 or sum(section) != rotary // 2):
         raise CheckpointError(f"{path / 'config.json'}: mrope_section {section} must be three numbers that add up to "
                               f"{rotary // 2}, half of the {rotary} rotated channels")
@@ -37,7 +38,8 @@ def rope(text: dict[str, Any], head_size: int, path: Path) -> RopeConfig:
 
 
 def experts(text: dict[str, Any]) -> ExpertConfig | None:
-    """Where Qwen3-MoE leaves `norm_topk_prob` out, its class does not normalise; Qwen3-Next's does, and Qwen3.5's always."""
+    """Where Qwen3-MoE leaves `norm_topk_prob` out, its class does not normalise; Qwen3-Next's does; Qwen3-VL's and Qwen3.5's
+    always."""
     count, kind = int(text.get("num_experts") or text.get("num_local_experts") or 0), str(text.get("model_type", ""))
     if not count:
         return None
@@ -48,7 +50,7 @@ def experts(text: dict[str, Any]) -> ExpertConfig | None:
     return ExpertConfig(
         count=count, top_k=top_k, intermediate_size=int(text["moe_intermediate_size"]),
         shared_size=int(text.get("shared_expert_intermediate_size") or 0),
-        normalise=kind.startswith("qwen3_5") or bool(text.get("norm_topk_prob", kind != "qwen3_moe")),
+        normalise=kind.startswith(("qwen3_5", "qwen3_vl")) or bool(text.get("norm_topk_prob", kind != "qwen3_moe")),
         layers=frozenset(i for i in range(int(text["num_hidden_layers"])) if i not in dense and (i + 1) % step == 0))
 
 

@@ -6,25 +6,35 @@ import math
 from pathlib import Path
 from typing import Any
 
+from slipstream.checkpoint import defaults
 from slipstream.checkpoint.folder import read_json
 from slipstream.checkpoint.spec import ImageConfig, VisionConfig, WindowConfig
 from slipstream.errors import CheckpointError
 
 
-def vision(path: Path, config: dict[str, Any] | None) -> VisionConfig | None:
-    """Of `vision_config`; None without one. Raises CheckpointError."""
+def vision(path: Path, config: dict[str, Any] | None, architecture: str) -> VisionConfig | None:
+    """Of `vision_config`; None without one. Raises CheckpointError.
+
+    Qwen2-VL calls `embed_dim` what later models call `hidden_size`, which is its name for `out_hidden_size`.
+    """
     if not config:
         return None
+    config = defaults.vision(architecture, config)
+    first = architecture.startswith("Qwen2VL")
+    if first:
+        width = int(config["embed_dim"])
+        config = {**config, "out_hidden_size": config["hidden_size"], "hidden_size": width,
+                  "intermediate_size": width * config.get("mlp_ratio", 4)}
     deepstack = tuple(int(block) for block in config.get("deepstack_visual_indexes") or ())
     if list(deepstack) != sorted(set(deepstack) & set(range(int(config["depth"])))):
         raise CheckpointError(f"{path / 'config.json'}: vision_config.deepstack_visual_indexes {list(deepstack)} must ascend "
                               f"within the {config['depth']} blocks")
     windows = _windows(path, config) if config.get("window_size") else None
-    activation = "gelu_pytorch_tanh" if windows is None else "silu"
+    activation = "quick_gelu" if first else "gelu_pytorch_tanh" if windows is None else "silu"
     if config.get("hidden_act", activation) != activation:
         raise CheckpointError(f"{path / 'config.json'}: vision_config.hidden_act {config['hidden_act']!r} is not supported; "
                               f"known: {activation}")
-    positions = int(config["num_position_embeddings"]) if windows is None else 0
+    positions = int(config["num_position_embeddings"]) if windows is None and not first else 0
     if math.isqrt(positions) ** 2 != positions:
         raise CheckpointError(f"{path / 'config.json'}: vision_config.num_position_embeddings {positions} is not a square")
     return VisionConfig(
@@ -43,20 +53,26 @@ def _windows(path: Path, config: dict[str, Any]) -> WindowConfig:
     return WindowConfig(side=side, full_blocks=frozenset(int(block) for block in config["fullatt_block_indexes"]))
 
 
-def image(path: Path, vision: VisionConfig | None) -> ImageConfig | None:
-    """Of the image processor's file; where it has none, or says nothing, what its class assumes. Raises CheckpointError."""
+_CLIP = {"mean": (0.48145466, 0.4578275, 0.40821073), "std": (0.26862954, 0.26130258, 0.27577711)}
+
+
+def image(path: Path, vision: VisionConfig | None, architecture: str) -> ImageConfig | None:
+    """Of the image processor's file; where that says nothing, what its class assumes, and without a file what the later models'
+    say. Raises CheckpointError."""
     if vision is None:
         return None
     processor = read_json(path / "preprocessor_config.json")
     processor = processor or read_json(path / "processor_config.json").get("image_processor") or {}
-    size = processor.get("size") or {}
-    mean, std = processor.get("image_mean", [0.5] * 3), processor.get("image_std", [0.5] * 3)
+    silent = not processor and not architecture.startswith("Qwen2")
+    size = {"shortest_edge": 65536 if silent else 3136, "longest_edge": 16777216 if silent else 1003520,
+            **(processor.get("size") or {})}
+    mean, std = (processor.get(f"image_{name}", (0.5,) * 3 if silent else _CLIP[name]) for name in ("mean", "std"))
     for key, own in (("patch_size", vision.patch_size), ("merge_size", vision.merge_size)):
         if int(processor.get(key, own)) != own:
             raise CheckpointError(f"{path}: the image processor's {key} is {processor[key]}, the vision tower's {own}")
     return ImageConfig(
-        min_pixels=int(size.get("shortest_edge", processor.get("min_pixels", 65536))),
-        max_pixels=int(size.get("longest_edge", processor.get("max_pixels", 16777216))),
+        min_pixels=int(processor.get("min_pixels") or size["shortest_edge"]),
+        max_pixels=int(processor.get("max_pixels") or size["longest_edge"]),
         patch_size=vision.patch_size,
         merge_size=vision.merge_size,
         mean=(float(mean[0]), float(mean[1]), float(mean[2])), std=(float(std[0]), float(std[1]), float(std[2])))

@@ -70,10 +70,13 @@ class Piece:
     axis: int = 0
     place: tuple[int | slice, ...] = ()
     """Empty: the parameter has no other pieces."""
+    transposed: bool = False
+    """The last two axes lie in the other order on disk; `shape` and `axis` are those of the disk."""
 
 
 class Stack(Part):
-    """Matrices of all experts in one, [experts, ...]; on disk one tensor too, or a matrix for each expert and projection."""
+    """Matrices of all experts in one, [experts, ...]; on disk one tensor too, perhaps with each matrix transposed, or a matrix
+    for each expert and projection."""
 
     projections: dict[str, Cut]
     """In the order in which they are joined along `axis`."""
@@ -86,6 +89,11 @@ class Stack(Part):
         made = cls(torch.empty(*shape[:axis], len(cut), *shape[axis:]), requires_grad=False)
         made.cut, made.axis, made.projections = cut, axis, projections
         return made
+
+    def transposed(self) -> Piece:
+        """Its tensor on disk where inputs come before outputs (Qwen3-VL-MoE)."""
+        experts, *matrix = self.piece().shape
+        return Piece((experts, *reversed(matrix)), self.cut, 3 - self.axis, transposed=True)
 
     def pieces(self, stem: str) -> dict[str, Piece]:
         """The separate matrices by their names on disk; `stem`: of the module that holds the experts."""

@@ -191,6 +191,8 @@ class Qwen3_5ForCausalLM(CausalLM):
 class ConditionalGeneration(CausalLM):
     """With a vision tower, which rank 0 alone holds."""
 
+    tower: type[VisionTower | WindowedTower] = VisionTower
+
     def __init__(self, checkpoint: Checkpoint, kernels: Kernels, comm: Communicator | None = None) -> None:
         super().__init__(checkpoint, kernels, comm)
         if checkpoint.vision is None or checkpoint.image is None:
@@ -198,8 +200,7 @@ class ConditionalGeneration(CausalLM):
         if checkpoint.vision.out_hidden_size != checkpoint.hidden_size:
             raise CheckpointError(f"vision_config.out_hidden_size is {checkpoint.vision.out_hidden_size}, the language model's "
                                   f"hidden_size {checkpoint.hidden_size}")
-        tower = WindowedTower if self.takes_windows else VisionTower
-        self.visual = tower(checkpoint.vision, checkpoint.image, kernels) if self.comm.shard.rank == 0 else None
+        self.visual = self.tower(checkpoint.vision, checkpoint.image, kernels) if self.comm.shard.rank == 0 else None
 
     def encode_images(self, pixels: Sequence[NDArray[np.uint8]]) -> list[Tensor]:
         """uint8 [H, W, 3] images -> one [tokens, (1 + deepstack) * hidden] each. On rank 0."""
@@ -208,11 +209,17 @@ class ConditionalGeneration(CausalLM):
         return result
 
 
-class Qwen2_5_VLForConditionalGeneration(ConditionalGeneration):
-    """Qwen2.5-VL: Qwen2 with M-RoPE in sections, and a tower that attends in windows."""
+class Qwen2VLForConditionalGeneration(ConditionalGeneration):
+    """Qwen2-VL: Qwen2 with M-RoPE in sections."""
 
     traits = Qwen2ForCausalLM.traits
+    tower = WindowedTower
     takes_mrope = True
+
+
+class Qwen2_5_VLForConditionalGeneration(Qwen2VLForConditionalGeneration):
+    """Qwen2.5-VL: the same with a tower that attends in windows."""
+
     takes_windows = True
 
 
@@ -221,6 +228,12 @@ class Qwen3VLForConditionalGeneration(ConditionalGeneration):
 
     takes_mrope = True
     takes_deepstack = True
+
+
+class Qwen3VLMoeForConditionalGeneration(Qwen3VLForConditionalGeneration):
+    """Qwen3-VL with experts."""
+
+    takes_experts = True
 
 
 class Qwen3_5ForConditionalGeneration(ConditionalGeneration):

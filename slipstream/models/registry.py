@@ -46,7 +46,8 @@ def architectures() -> dict[str, type[CausalLM]]:
     """Every architecture that can be served, by its name in config.json."""
     return {kind.__name__: kind for kind in (
         qwen.Qwen2ForCausalLM, qwen.Qwen3ForCausalLM, qwen.Qwen3MoeForCausalLM, qwen.Qwen3NextForCausalLM,
-        qwen.Qwen2_5_VLForConditionalGeneration, qwen.Qwen3VLForConditionalGeneration,
+        qwen.Qwen2VLForConditionalGeneration, qwen.Qwen2_5_VLForConditionalGeneration, qwen.Qwen3VLForConditionalGeneration,
+        qwen.Qwen3VLMoeForConditionalGeneration,
         qwen.Qwen3_5ForCausalLM, qwen.Qwen3_5ForConditionalGeneration,
         qwen.Qwen3_5MoeForCausalLM, qwen.Qwen3_5MoeForConditionalGeneration)}
 
@@ -108,11 +109,12 @@ _PREFIXES = {"model.language_model.": "model.", "language_model.model.": "model.
 
 
 def _rename(name: str, vision: bool, checkpoint: Checkpoint) -> str | None:
-    """A name on disk, under any of the prefixes that Qwen checkpoints use; extra heads and an unused tower are left out."""
+    """A name on disk, under any of the prefixes that Qwen checkpoints use. Left out are extra heads, an unused tower, and the
+    frequencies that old files repeat."""
     for prefix, ours in _PREFIXES.items():
         if name.startswith(prefix):
             name = ours + name.removeprefix(prefix)
             break
-    if name.startswith("mtp.") or (name.startswith("visual.") and not vision):
+    if name.startswith(("mtp.", "model.mtp.") if vision else ("mtp.", "model.mtp.", "visual.")) or name.endswith(".inv_freq"):
         return None
     return None if name == "lm_head.weight" and checkpoint.tie_embeddings else name

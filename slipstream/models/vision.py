@@ -6,7 +6,8 @@ one token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from slipstream.checkpoint import ImageConfig, VisionConfig
 from slipstream.kernels.dispatch import Kernels
 from slipstream.layers.embedding import empty_embedding
 
+EPS = 1e-6
 ROPE_THETA = 10000.0
 
 
@@ -69,14 +71,13 @@ class VisionMLP(nn.Module):
 
 
 class VisionBlock(nn.Module):
-    """Pre-norm transformer block with LayerNorm."""
+    """Pre-norm transformer block."""
 
-    def __init__(self, config: VisionConfig, kernels: Kernels) -> None:
+    def __init__(self, config: VisionConfig, kernels: Kernels, norm: Callable[[], nn.Module], mlp: nn.Module) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(config.hidden_size, eps=1e-6)
-        self.norm2 = nn.LayerNorm(config.hidden_size, eps=1e-6)
+        self.norm1, self.norm2 = norm(), norm()
         self.attn = VisionAttention(config, kernels)
-        self.mlp = VisionMLP(config)
+        self.mlp = mlp
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], lengths: Sequence[int]) -> Tensor:
         """[patches, hidden] -> the same."""
@@ -91,7 +92,7 @@ class PatchMerger(nn.Module):
     def __init__(self, config: VisionConfig, *, joined: bool = False) -> None:
         super().__init__()
         wide = config.hidden_size * config.merge_size**2
-        self.norm = nn.LayerNorm(wide if joined else config.hidden_size, eps=1e-6)
+        self.norm = nn.LayerNorm(wide if joined else config.hidden_size, eps=EPS)
         self.linear_fc1 = nn.Linear(wide, wide)
         self.linear_fc2 = nn.Linear(wide, config.out_hidden_size)
 
@@ -156,7 +157,8 @@ class VisionTower(nn.Module):
         self.patches = Patches(config, image)
         self.patch_embed = PatchEmbed(config)
         self.pos_embed = empty_embedding(config.num_position_embeddings, config.hidden_size)
-        self.blocks = nn.ModuleList(VisionBlock(config, kernels) for _ in range(config.depth))
+        norm = partial(nn.LayerNorm, config.hidden_size, eps=EPS)
+        self.blocks = nn.ModuleList(VisionBlock(config, kernels, norm, VisionMLP(config)) for _ in range(config.depth))
         self.merger = PatchMerger(config)
         self.deepstack_merger_list = nn.ModuleList(PatchMerger(config, joined=True) for _ in config.deepstack)
 

@@ -7,6 +7,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Container, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from slipstream.types import KvScales
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
+
+_MAPPED_VALUES = 16 << 20
 
 
 def files_of(folder: Path) -> dict[str, Path]:
@@ -59,19 +62,24 @@ def load_into(model: nn.Module, whole: nn.Module, folder: Path, *, rename: Calla
     """Load every parameter of `model` from the folder; of one that is a Part, only its ranges are read. FP8 becomes `dtype`.
 
     `whole` (which may be on the meta device) has the names and shapes that the folder must hold; what `model` lacks of them is
-    another rank's. `rename` maps a name on disk to a parameter's name, or None for a weight that is nobody's. Raises
-    CheckpointError with the tensor's name, file, expected and found shape for a missing, misshapen, doubled, unknown or
-    non-finite weight.
+    another rank's. `rename` maps a name on disk to a parameter's name, or None for a weight that is known to be nobody's.
+    A weight that is not known is left out with a warning, unless it lies inside a part that the model has: then the model
+    would compute something else without it. Raises CheckpointError with the tensor's name, file, expected and found shape for
+    a missing, misshapen, doubled or non-finite weight, and for one that may not be left out.
     """
     files = files_of(folder)
     names = {disk_name: name for disk_name in files if (name := rename(disk_name)) is not None}
     dequantiser = Dequantiser(quantization, list(names))
     names = {disk_name: names[disk_name] for disk_name in dequantiser.weights}
     held = set(names.values())
-    wanted, shapes = _pieces(model, held), {name: piece.shape for name, (_, piece) in _pieces(whole, held).items()}
+    transposed = _experts_lie_transposed(whole, names, files)
+    wanted = _pieces(model, held, transposed)
+    shapes = {name: piece.shape for name, (_, piece) in _pieces(whole, held, transposed).items()}
     if unused := sorted(files.keys() - names - set(dequantiser.scales.values())):
         logger.info("%s: %d weights are not used by this model, such as %s", folder, len(unused), unused[0])
     unknown = sorted(disk_name for disk_name, name in names.items() if name not in shapes)
+    parts = {name for name, _ in whole.named_children()}
+    inside = [disk_name for disk_name in unknown if names[disk_name].partition(".")[0] in parts]
     ours = {disk_name: name for disk_name, name in names.items() if name in wanted}
     scales = {scale: weight for weight, scale in dequantiser.scales.items() if weight in ours}
     for scale, file, stored in _stored(scales, files):
@@ -86,17 +94,15 @@ def load_into(model: nn.Module, whole: nn.Module, folder: Path, *, rename: Calla
         shape = shapes[name]
         if tuple(stored.get_shape()) != shape:
             raise CheckpointError(f"{disk_name} in {file}: expected shape {shape}, found {tuple(stored.get_shape())}")
+        parameter, piece = wanted[name]
+        memory = _memory(model, parameter, dtype, device)[piece.place]
         try:
-            parameter, piece = wanted[name]
-            tensor = _read(stored, piece)
+            _fill(memory, stored, piece, partial(dequantiser.fill, disk_name, file))
         except SafetensorError as error:
             raise CheckpointError(f"cannot read {disk_name} from {file}: {error}") from error
-        converted = torch.empty(tensor.shape, dtype=dtype, device=device)
-        dequantiser.fill(disk_name, file, tensor, converted)
-        if not bool(torch.isfinite(converted).all()):
+        if not _is_finite(memory):
             raise CheckpointError(f"{disk_name} in {file} of shape {shape} holds NaN or infinity as {dtype}; "
                                   "the file is damaged, or the dtype too narrow")
-        _assign(model, parameter, piece, converted)
         found[name] = disk_name
         if progress is not None:
             progress(len(found), len(wanted))
@@ -104,9 +110,11 @@ def load_into(model: nn.Module, whole: nn.Module, folder: Path, *, rename: Calla
         named = ", ".join(f"{name} {shapes[name]}" for name in missing[:5])
         raise CheckpointError(f"{folder} lacks {len(missing)} weights: {named}{', ...' if len(missing) > 5 else ''}"
                               + (f"; it holds names that are not known, such as {unknown[0]}" if unknown else ""))
+    if inside:
+        raise CheckpointError(f"{folder} holds weights that this architecture does not have: {', '.join(inside[:5])}"
+                              f"{', ...' if len(inside) > 5 else ''}; is config.json the right one?")
     if unknown:
-        raise CheckpointError(f"{folder} holds weights that this architecture does not have: {', '.join(unknown[:5])}"
-                              f"{', ...' if len(unknown) > 5 else ''}; is config.json the right one?")
+        logger.warning("%s: %d weights are not known and left out, such as %s", folder, len(unknown), unknown[0])
 
 
 _KV_SCALE = re.compile(r"(?:(?:model|language_model)\.)*(?P<layer>layers\.\d+)\.self_attn\."
@@ -135,33 +143,59 @@ def _stored(names: Iterable[str], files: dict[str, Path]) -> Iterator[tuple[str,
     for path, names in by_file.items():
         with _open(path) as file:
             inside = set(file.keys())
-            if doubled := sorted(name for name in inside if files.get(name, path) != path):
-                raise CheckpointError(f"{doubled[0]} is in {path} and, by the index, in {files[doubled[0]]}")
-            for name in names:
-                if name not in inside:
-                    raise CheckpointError(f"the index says that {name} is in {path}, but it is not")
-                yield name, path, file.get_slice(name)
+        if doubled := sorted(name for name in inside if files.get(name, path) != path):
+            raise CheckpointError(f"{doubled[0]} is in {path} and, by the index, in {files[doubled[0]]}")
+        if absent := [name for name in names if name not in inside]:
+            raise CheckpointError(f"the index says that {absent[0]} is in {path}, but it is not")
+        waiting = list(reversed(names))
+        while waiting:  # what is read of a mapped file counts as memory until the file is closed
+            mapped = 0
+            with _open(path) as file:
+                while waiting and mapped < _MAPPED_VALUES:
+                    stored = file.get_slice(waiting[-1])
+                    yield waiting.pop(), path, stored
+                    mapped += math.prod(stored.get_shape())
 
 
-def _pieces(model: nn.Module, held: Container[str]) -> dict[str, tuple[str, Piece]]:
+def _experts_lie_transposed(whole: nn.Module, names: dict[str, str], files: dict[str, Path]) -> bool:
+    """True where a Stack that is not square has its other shape on disk. The last that tells is asked: a down_proj, unless that
+    is square; then the gate_up_proj is not."""
+    disk_names = {name: disk_name for disk_name, name in names.items()}
+    for name, parameter in reversed(list(whole.named_parameters())):
+        if isinstance(parameter, Stack) and name in disk_names and parameter.shape[1] != parameter.shape[2]:
+            _, _, stored = next(_stored([disk_names[name]], files))
+            return tuple(stored.get_shape())[1:] == parameter.transposed().shape[1:]
+    return False
+
+
+def _pieces(model: nn.Module, held: Container[str], transposed: bool) -> dict[str, tuple[str, Piece]]:
     """Every tensor that must be `held`, by name: the parameter that it fills, and where. A Stack may lie in pieces."""
     found: dict[str, tuple[str, Piece]] = {}
     for name, parameter in model.named_parameters():
         pieces = parameter.pieces(name.rpartition(".")[0]) if isinstance(parameter, Stack) else {}
-        if not any(piece in held for piece in pieces):
+        if isinstance(parameter, Stack) and transposed:
+            pieces = {name: parameter.transposed()}
+        elif not any(piece in held for piece in pieces):
             pieces = {name: parameter.piece() if isinstance(parameter, Part) else Piece(tuple(parameter.shape))}
         found |= {piece: (name, where) for piece, where in pieces.items()}
     return found
 
 
-def _read(stored: Any, piece: Piece) -> Tensor:
-    """What the rank takes of a stored tensor, and nothing else."""
-    if piece.cut is None:
-        whole: Tensor = stored[:]
-        return whole
-    before = (slice(None),) * piece.axis
-    parts = [stored[(*before, slice(part.start, part.stop))] for part in piece.cut.ranges]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, piece.axis)
+def _fill(memory: Tensor, stored: Any, piece: Piece, write: Callable[[Tensor, Tensor, int], None]) -> None:
+    """`write` what the rank takes of a stored tensor, and nothing else, to where it belongs: (stored part, its place, at)."""
+    before, axis = (slice(None),) * piece.axis, piece.axis
+    target = memory.transpose(-1, -2) if piece.transposed else memory
+    at = 0
+    for part in piece.cut.ranges if piece.cut is not None else (None,):
+        source: Tensor = stored[:] if part is None else stored[(*before, slice(part.start, part.stop))]
+        place = target if part is None else target.narrow(axis, at, len(part))
+        write(source, place, at)
+        at += len(part or ())
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """NaN is the least and the greatest of whatever it is among."""
+    return not tensor.numel() or bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
 
 
 def _open(path: Path) -> safe_open:
@@ -171,14 +205,11 @@ def _open(path: Path) -> safe_open:
         raise CheckpointError(f"{path} is not a complete safetensors file: {error}") from error
 
 
-def _assign(model: nn.Module, name: str, piece: Piece, tensor: Tensor) -> None:
-    """A parameter in pieces is made with the first of them; it is whole when none is missing."""
+def _memory(model: nn.Module, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A parameter's own memory, which is made when its first piece comes. It is whole when no piece is missing."""
     parent, _, leaf = name.rpartition(".")
     module = model.get_submodule(parent)
-    if piece.place:
-        stack = module.get_parameter(leaf)
-        if stack.is_meta:
-            stack = nn.Parameter(torch.empty(stack.shape, dtype=tensor.dtype, device=tensor.device), requires_grad=False)
-        stack[piece.place] = tensor
-        tensor = stack
-    setattr(module, leaf, nn.Parameter(tensor, requires_grad=False))
+    if module.get_parameter(leaf).is_meta:
+        empty = torch.empty(module.get_parameter(leaf).shape, dtype=dtype, device=device)
+        setattr(module, leaf, nn.Parameter(empty, requires_grad=False))
+    return module.get_parameter(leaf).data

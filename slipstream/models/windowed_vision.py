@@ -1,4 +1,5 @@
-"""The vision tower of Qwen2.5-VL: most blocks attend inside windows only. Knows no text.
+"""The vision tower of Qwen2.5-VL, whose blocks mostly attend inside windows only, and of Qwen2-VL, which has no windows.
+Positions are rotary alone. Knows no text.
 
 Patches are put in the order of their windows, so that a window is a run of neighbours; in it they stay in merge-block order.
 """
@@ -6,6 +7,7 @@ Patches are put in the order of their windows, so that a window is a run of neig
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,9 +17,22 @@ from torch import Tensor, nn
 from slipstream.checkpoint import ImageConfig, VisionConfig
 from slipstream.kernels.dispatch import Kernels
 from slipstream.layers.norm import RMSNorm
-from slipstream.models.vision import PatchEmbed, Patches, VisionAttention
+from slipstream.models.vision import EPS, PatchEmbed, Patches, VisionBlock
 
-EPS = 1e-6
+
+class QuickMLP(nn.Module):
+    """fc2(QuickGELU(fc1)): x * sigmoid(1.702 x)."""
+
+    def __init__(self, config: VisionConfig) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[patches, hidden] -> the same."""
+        wide = self.fc1(x)
+        result: Tensor = self.fc2(wide * torch.sigmoid(1.702 * wide))
+        return result
 
 
 class WindowedMLP(nn.Module):
@@ -36,30 +51,13 @@ class WindowedMLP(nn.Module):
         return result
 
 
-class WindowedBlock(nn.Module):
-    """Pre-norm transformer block with RMSNorm."""
-
-    def __init__(self, config: VisionConfig, kernels: Kernels) -> None:
-        super().__init__()
-        self.norm1 = RMSNorm(kernels, config.hidden_size, EPS, unit_offset=False)
-        self.norm2 = RMSNorm(kernels, config.hidden_size, EPS, unit_offset=False)
-        self.attn = VisionAttention(config, kernels)
-        self.mlp = WindowedMLP(config, kernels)
-
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], lengths: Sequence[int]) -> Tensor:
-        """[patches, hidden] -> the same."""
-        x = x + self.attn(self.norm1(x), rope, lengths)
-        result: Tensor = x + self.mlp(self.norm2(x))
-        return result
-
-
 class WindowedMerger(nn.Module):
     """m*m neighbouring patches -> one embedding of the language model."""
 
-    def __init__(self, config: VisionConfig, kernels: Kernels) -> None:
+    def __init__(self, config: VisionConfig, norm: nn.Module) -> None:
         super().__init__()
         self.wide = config.hidden_size * config.merge_size**2
-        self.ln_q = RMSNorm(kernels, config.hidden_size, EPS, unit_offset=False)
+        self.ln_q = norm
         self.mlp = nn.Sequential(nn.Linear(self.wide, self.wide), nn.GELU(), nn.Linear(self.wide, config.out_hidden_size))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -69,16 +67,22 @@ class WindowedMerger(nn.Module):
 
 
 class WindowedTower(nn.Module):
-    """Images of any sizes at once; each attends only to itself, and only in the full blocks to all of itself."""
+    """Images of any sizes at once; each attends only to itself, and only in the full blocks to all of itself.
+
+    RMSNorm and SwiGLU with windows, LayerNorm and QuickGELU without.
+    """
 
     def __init__(self, config: VisionConfig, image: ImageConfig, kernels: Kernels) -> None:
         super().__init__()
-        assert config.windows is not None, "the registry refuses such a checkpoint"
         self.merge_size, self.windows = config.merge_size, config.windows
         self.patches = Patches(config, image)
         self.patch_embed = PatchEmbed(config, bias=False)
-        self.blocks = nn.ModuleList(WindowedBlock(config, kernels) for _ in range(config.depth))
-        self.merger = WindowedMerger(config, kernels)
+        norm = (partial(RMSNorm, kernels, config.hidden_size, EPS, unit_offset=False) if config.windows is not None
+                else partial(nn.LayerNorm, config.hidden_size, eps=EPS))
+        self.blocks = nn.ModuleList(
+            VisionBlock(config, kernels, norm, QuickMLP(config) if config.windows is None else WindowedMLP(config, kernels))
+            for _ in range(config.depth))
+        self.merger = WindowedMerger(config, norm())
 
     def forward(self, pixels: Sequence[NDArray[np.uint8]]) -> list[Tensor]:
         """uint8 [H, W, 3] images, sides multiples of patch * merge -> one [tokens, out_hidden] each."""
@@ -105,13 +109,13 @@ class WindowedTower(nn.Module):
         x, turned = arrange(x), arrange(torch.cat(angles))
         rope, whole = (turned.cos(), turned.sin()), [count * each for count in tokens]
         for i, block in enumerate(self.blocks):
-            x = block(x, rope, whole if i in self.windows.full_blocks else inside)
+            x = block(x, rope, whole if self.windows is None or i in self.windows.full_blocks else inside)
         merged = self.merger(x)
         return list(torch.split(torch.empty_like(merged).index_copy(0, by_window, merged), tokens))
 
     def _windows(self, rows: int, columns: int) -> tuple[Tensor, list[int]]:
         """Of an image of merged patches: their order by windows, and how many each window has: fewer at the edges."""
-        side = self.windows.side
+        side = self.windows.side if self.windows is not None else max(rows, columns)
         row, column = torch.arange(rows)[:, None] // side, torch.arange(columns)[None] // side
         window = (row * -(-columns // side) + column).flatten()
         return torch.argsort(window, stable=True), torch.bincount(window).tolist()

@@ -27,7 +27,8 @@ from tests.support.rank_child import PICTURE
 CHUNK, STEPS = 23, 8
 GEOMETRIES = [(tp, pp) for tp in (1, 2, 4) for pp in (1, 2, 3)]
 SEED = 1  # with 0, one token's second and third expert are equally likely to the last bit: any order of a sum may choose either
-TINY = ("qwen3", "qwen2", "qwen2_5_vl", "qwen3_vl", "qwen3_tied_vl", "qwen3_moe_mixed", "qwen3_next", "qwen3_5_moe_vl")
+TINY = ("qwen3", "qwen2", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_tied_vl", "qwen3_moe_vl", "qwen3_moe_mixed",
+        "qwen3_next", "qwen3_5_moe_vl")
 
 
 class Case:

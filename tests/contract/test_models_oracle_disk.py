@@ -56,6 +56,19 @@ def test_a_shard_that_is_gone_or_cut_short_is_named(sharded: Path) -> None:
         logits(sharded)
 
 
+def test_experts_as_qwen3_vl_moe_is_published(tmp_path: Path) -> None:
+    """Inputs before outputs; transformers writes them the other way round, and reads both."""
+    folder = tiny.write("qwen3_moe_vl", tmp_path / "published")
+    expected = oracle.logits(folder, TOKENS)
+    straight = dict(load(folder).named_parameters())
+    tensors = {key: tensor.transpose(1, 2).contiguous() if ".experts." in key else tensor
+               for key, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, folder / "model.safetensors")
+    found = dict(load(folder).named_parameters())
+    assert all(torch.equal(found[key], straight[key]) for key in straight)
+    assert (logits(folder) - expected).abs().max() < 1e-4
+
+
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_next", "qwen3_5_moe_vl"])
 def test_experts_in_one_tensor_are_the_same_model(name: str, tmp_path: Path) -> None:
     """transformers writes a matrix for each expert; Qwen3.5-MoE is published with [experts, ...] tensors and an MTP layer."""

@@ -1,4 +1,4 @@
-"""What transformers says in fp32: greedy tokens and logits of a checkpoint folder for token ids and resized pictures."""
+"""What transformers says, in fp32 unless told otherwise: greedy tokens and logits for token ids and resized pictures."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ Pixels = NDArray[np.uint8]
 
 
 @lru_cache(maxsize=8)
-def _model(folder: Path) -> Any:
+def _model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     torch.set_num_threads(1)
     kind = getattr(transformers, checkpoints.read(folder).architecture)
-    return kind.from_pretrained(folder, dtype=torch.float32).eval()
+    plain = {"experts_implementation": "eager"} if dtype == torch.float64 else {}  # the grouped product has no float64
+    return kind.from_pretrained(folder, dtype=dtype, **plain).eval()
 
 
 def _inputs(folder: Path, tokens: Sequence[int], pixels: Sequence[Pixels]) -> dict[str, Any]:
@@ -44,9 +45,9 @@ def _inputs(folder: Path, tokens: Sequence[int], pixels: Sequence[Pixels]) -> di
 
 
 @torch.no_grad()
-def logits(folder: Path, tokens: Sequence[int], pixels: Sequence[Pixels] = ()) -> Tensor:
+def logits(folder: Path, tokens: Sequence[int], pixels: Sequence[Pixels] = (), dtype: torch.dtype = torch.float32) -> Tensor:
     """[T, vocab] of a whole prompt."""
-    result: Tensor = _model(folder)(**_inputs(folder, tokens, pixels)).logits[0]
+    result: Tensor = _model(folder, dtype)(**_inputs(folder, tokens, pixels)).logits[0]
     return result
 
 

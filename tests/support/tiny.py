@@ -38,11 +38,11 @@ _MARKS: dict[str, Any] = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vis
                           "vision_end_token_id": VISION_END}
 
 
-def _vl_3(layers: int = 4, tied: bool = False) -> Any:
+def _vl_3(layers: int = 4, tied: bool = False, family: str = "Qwen3VL", **more: Any) -> Any:
     """Three deepstack features; with three layers one of them follows the last layer."""
     rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
-    text = {**_TEXT_3, "num_hidden_layers": layers, "rope_theta": None, "rope_parameters": rope}
-    return transformers.Qwen3VLForConditionalGeneration(transformers.Qwen3VLConfig(
+    text = {**_TEXT_3, "num_hidden_layers": layers, "rope_theta": None, "rope_parameters": rope, **more}
+    return getattr(transformers, f"{family}ForConditionalGeneration")(getattr(transformers, f"{family}Config")(
         text_config=text, vision_config={**_VISION, "depth": 4, "deepstack_visual_indexes": [0, 1, 3]},
         tie_word_embeddings=tied, **_MARKS))
 
@@ -56,6 +56,16 @@ def _vl_2_5() -> Any:
         text_config=text, vision_config={**vision, "window_size": 64, "fullatt_block_indexes": [1]}, **_MARKS))
 
 
+def _vl_2() -> Any:
+    """A tower that names its sizes otherwise."""
+    text = {**_TEXT_2, "rope_theta": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}}
+    vision = {"depth": 3, "embed_dim": 48, "hidden_size": 64, "mlp_ratio": 2, "num_heads": 4, "patch_size": 16,
+              "spatial_merge_size": 2, "temporal_patch_size": 2}
+    return transformers.Qwen2VLForConditionalGeneration(transformers.Qwen2VLConfig(
+        text_config=text, vision_config=vision, **_MARKS))
+
+
 def _text_3_5(tied: bool) -> Any:
     return transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**_TEXT_3_5, tie_word_embeddings=tied))
 
@@ -66,9 +76,11 @@ def _moe_3(**options: Any) -> Any:
 
 _MODELS: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**_TEXT_3)),
+    "qwen2_vl": _vl_2,
     "qwen2_5_vl": _vl_2_5,
     "qwen3_vl": _vl_3,
     "qwen3_tied_vl": lambda: _vl_3(layers=3, tied=True),
+    "qwen3_moe_vl": lambda: _vl_3(family="Qwen3VLMoe", mlp_only_layers=[1], **_EXPERTS),
     "qwen3_5_text": lambda: _text_3_5(tied=False),
     "qwen3_5_text_tied": lambda: _text_3_5(tied=True),
     "qwen3_5_vl": lambda: transformers.Qwen3_5ForConditionalGeneration(transformers.Qwen3_5Config(
@@ -82,6 +94,13 @@ _MODELS: dict[str, Callable[[], Any]] = {
     "qwen3_next": lambda: transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**_NEXT)),
 }
 NAMES = tuple(_MODELS)
+
+
+def declared(name: str) -> Any:
+    """The configuration of `name`, as transformers writes it."""
+    model = _MODELS[name]()
+    model.config.architectures = [type(model).__name__]
+    return model.config
 
 
 def write_wide(folder: Path) -> Path:

@@ -87,7 +87,12 @@ def in_pieces(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-LAYOUTS = {"stacked": lambda tensors: tensors, "in pieces": in_pieces}
+def transposed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Inputs before outputs, as Qwen3-VL-MoE is published."""
+    return {name: tensor.transpose(1, 2).contiguous() if name.startswith(STEM) else tensor for name, tensor in tensors.items()}
+
+
+LAYOUTS = {"stacked": lambda tensors: tensors, "in pieces": in_pieces, "transposed": transposed}
 
 
 def on_disk(folder: Path, layout: str, change: dict[str, Tensor | None] | None = None) -> Checkpoint:
@@ -134,7 +139,22 @@ def test_a_rank_reads_its_channels_of_every_expert(tmp_path: Path, monkeypatch: 
         assert sum(read.values()) == sum(each.nbytes for each in found.values())
 
 
+@pytest.mark.parametrize("wide", [32, 16, 24])
+@pytest.mark.parametrize("layout", ["stacked", "transposed"])
+def test_a_square_matrix_lies_as_its_neighbour_does(tmp_path: Path, layout: str, wide: int) -> None:
+    """With 32 channels of an expert down_proj is square, with 16 gate_up_proj: its shape tells nothing."""
+    small = sparse_checkpoint()
+    assert small.experts is not None
+    checkpoint = dataclasses.replace(small, path=tmp_path, experts=dataclasses.replace(small.experts, intermediate_size=wide))
+    whole = {name: each.detach() for name, each in random_model(checkpoint).named_parameters()}
+    save_file(LAYOUTS[layout](whole), tmp_path / "model.safetensors")
+    found = dict(load(checkpoint).named_parameters())
+    assert all(torch.equal(found[name], whole[name]) for name in whole)
+    assert all(each.is_contiguous() for each in found.values())
+
+
 GATE_UP, ONE = f"{STEM}.gate_up_proj", f"{STEM}.2.up_proj.weight"
+DOWN = f"{STEM}.down_proj"
 BAD = torch.ones(WIDE, 32).index_fill(0, torch.arange(WIDE // 2, WIDE), torch.nan)
 
 
@@ -143,6 +163,11 @@ BAD = torch.ones(WIDE, 32).index_fill(0, torch.arange(WIDE // 2, WIDE), torch.na
     ("stacked", {GATE_UP: torch.zeros(4, 32, 48)}, 0, r"gate_up_proj in .*expected shape \(4, 48, 32\), found \(4, 32, 48\)"),
     ("stacked", {GATE_UP: torch.zeros(5, 48, 32)}, 0, r"gate_up_proj in .*expected shape \(4, 48, 32\), found \(5, 48, 32\)"),
     ("stacked", {f"{STEM}.gate_up_bias": torch.zeros(1)}, 0, r"does not have: .*gate_up_bias"),
+    ("transposed", {GATE_UP: None}, 0, r"lacks 1 weights: model\.layers\.1\.mlp\.experts\.gate_up_proj \(4, 32, 48\)"),
+    ("transposed", {GATE_UP: torch.zeros(4, 48, 32)}, 1, r"gate_up_proj in .*expected .*\(4, 32, 48\), found \(4, 48, 32\)"),
+    ("transposed", {DOWN: torch.zeros(4, 23, 32)}, 0, r"down_proj in .*expected shape \(4, 32, 24\), found \(4, 23, 32\)"),
+    ("transposed", {DOWN: BAD.expand(4, -1, -1).contiguous()}, 1, r"down_proj in .* holds NaN"),
+    ("transposed", {DOWN: BAD.expand(4, -1, -1).contiguous()}, 0, None),
     ("in pieces", {ONE: None}, 0, r"lacks 1 weights: model\.layers\.1\.mlp\.experts\.2\.up_proj\.weight \(24, 32\)"),
     ("in pieces", {ONE: torch.zeros(32, 24)}, 1, r"2\.up_proj\.weight in .*expected shape \(24, 32\), found \(32, 24\)"),
     ("in pieces", {f"{STEM}.4.up_proj.weight": torch.zeros(24, 32)}, 0, r"does not have: .*experts\.4\.up_proj\.weight"),

@@ -129,7 +129,7 @@ def test_an_index_that_promises_too_much_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("config", "words"), [
-    ({"architectures": ["LlamaForCausalLM"]}, r"LlamaForCausalLM; known: Qwen2ForCausalLM, Qwen2_5_VLFor"),
+    ({"architectures": ["LlamaForCausalLM"]}, r"LlamaForCausalLM; known: Qwen2ForCausalLM, Qwen2VLFor"),
     ({"architectures": []}, r"`architectures` is missing"),
     ({"vocab_size": None}, r"`vocab_size` is missing"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, r"rope type 'yarn' is not supported"),
