@@ -69,9 +69,9 @@ class Dequantiser:
         """Keep what `piece` of a weight needs of its stored scale. Raises CheckpointError, naming the scale."""
         assert self._quantization is not None
         name, found = self.scales[weight], tuple(stored.get_shape())
-        leading, sizes = (1,) * (len(piece.shape) - 2), piece.shape
-        kinds = {tuple(-(-size // side) if side else 1 for size, side in zip(sizes, (*leading, *block), strict=True)):
-                 (*leading, *block) for block in self._quantization.blocks if len(sizes) > 1}
+        leading, sizes, order = (1,) * (len(piece.shape) - 2), piece.shape, -1 if piece.transposed else 1
+        kinds = {tuple(-(-size // side) if side else 1 for size, side in zip(sizes, (*leading, *block[::order]), strict=True)):
+                 (*leading, *block[::order]) for block in self._quantization.blocks if len(sizes) > 1}
         shape = next((kind for kind in kinds if found == kind), None) or next(
             (kind for kind in kinds if _squeezed(found) == _squeezed(kind)), None)
         if shape is None:

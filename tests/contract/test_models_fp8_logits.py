@@ -85,10 +85,12 @@ def test_every_kind_of_layer(name: str, kind: str, tmp_path: Path) -> None:
     check(tmp_path / "fp8", fp8.convert(folder, tmp_path / "fp8", config, block, suffix, **options))
 
 
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("kind", "shape"), [("blocks", None), ("channels", None),
                                              ("one scale", lambda scales: scales.flatten())])
-def test_experts_in_one_tensor(kind: str, shape: Any, tmp_path: Path) -> None:
-    """[experts, ...] weights and scales, which a rank reads its channels of: of the gates, and apart from them of the ups."""
+def test_experts_in_one_tensor(kind: str, shape: Any, transposed: bool, tmp_path: Path) -> None:
+    """[experts, ...] weights and scales, which a rank reads its channels of: of the gates, and apart from them of the ups. Or
+    with inputs before outputs, as Qwen3-VL-MoE has them."""
     folder = tiny.write("qwen3_moe", tmp_path / "whole", 1)
     tensors = load_file(folder / "model.safetensors")
     for layer in range(4):
@@ -100,6 +102,10 @@ def test_experts_in_one_tensor(kind: str, shape: Any, tmp_path: Path) -> None:
     config, block, suffix, _ = KINDS[kind]
     meant = fp8.convert(folder, tmp_path / "fp8", config, block, suffix, **({"shape": shape} if shape else {}))
     _apart(meant)
+    if transposed:
+        held = load_file(tmp_path / "fp8" / "model.safetensors")
+        save_file({name: tensor.transpose(-1, -2).contiguous() if "mlp.experts." in name and tensor.dim() == 3 else tensor
+                   for name, tensor in held.items()}, tmp_path / "fp8" / "model.safetensors")
     check(tmp_path / "fp8", meant)
 
 
