@@ -115,4 +115,4 @@ def _rename(name: str, vision: bool, checkpoint: Checkpoint) -> str | None:
             break
     if name.startswith("mtp.") or (name.startswith("visual.") and not vision):
         return None
-    return None if name == "lm_head.weight" and checkpoint.tie_embeddings else name
+    return None if name.startswith("lm_head.weight") and checkpoint.tie_embeddings else name

@@ -73,9 +73,7 @@ def load_into(model: nn.Module, whole: nn.Module, folder: Path, *, rename: Calla
         logger.info("%s: %d weights are not used by this model, such as %s", folder, len(unused), unused[0])
     unknown = sorted(disk_name for disk_name, name in names.items() if name not in shapes)
     ours = {disk_name: name for disk_name, name in names.items() if name in wanted}
-    scales = {scale: weight for weight, scale in dequantiser.scales.items() if weight in ours}
-    for scale, file, stored in _stored(scales, files):
-        dequantiser.read(scales[scale], file, stored, wanted[ours[scales[scale]]][1])
+    _read_scales(dequantiser, {disk_name: wanted[name][1] for disk_name, name in ours.items()}, files)
     found: dict[str, str] = {}
     for disk_name, file, stored in _stored([*ours, *unknown], files):
         if disk_name not in ours:
@@ -107,6 +105,16 @@ def load_into(model: nn.Module, whole: nn.Module, folder: Path, *, rename: Calla
     if unknown:
         raise CheckpointError(f"{folder} holds weights that this architecture does not have: {', '.join(unknown[:5])}"
                               f"{', ...' if len(unknown) > 5 else ''}; is config.json the right one?")
+
+
+def _read_scales(dequantiser: Dequantiser, pieces: dict[str, Piece], files: dict[str, Path]) -> None:
+    """All of them before any weight: they are small, and may lie in other files. `pieces`: of this rank, by name on disk."""
+    scales = {scale: weight for weight, scale in dequantiser.scales.items() if weight in pieces}
+    for scale, file, stored in _stored(scales, files):
+        try:
+            dequantiser.read(scales[scale], file, stored, pieces[scales[scale]])
+        except SafetensorError as error:
+            raise CheckpointError(f"cannot read {scale} from {file}: {error}") from error
 
 
 _KV_SCALE = re.compile(r"(?:(?:model|language_model)\.)*(?P<layer>layers\.\d+)\.self_attn\."
