@@ -117,4 +117,4 @@ def _rename(name: str, vision: bool, checkpoint: Checkpoint) -> str | None:
             break
     if name.startswith(("mtp.", "model.mtp.") if vision else ("mtp.", "model.mtp.", "visual.")) or name.endswith(".inv_freq"):
         return None
-    return None if name == "lm_head.weight" and checkpoint.tie_embeddings else name
+    return None if name.startswith("lm_head.weight") and checkpoint.tie_embeddings else name

@@ -81,9 +81,7 @@ def load_into(model: nn.Module, whole: nn.Module, folder: Path, *, rename: Calla
     parts = {name for name, _ in whole.named_children()}
     inside = [disk_name for disk_name in unknown if names[disk_name].partition(".")[0] in parts]
     ours = {disk_name: name for disk_name, name in names.items() if name in wanted}
-    scales = {scale: weight for weight, scale in dequantiser.scales.items() if weight in ours}
-    for scale, file, stored in _stored(scales, files):
-        dequantiser.read(scales[scale], file, stored, wanted[ours[scales[scale]]][1])
+    _read_scales(dequantiser, {disk_name: wanted[name][1] for disk_name, name in ours.items()}, files)
     found: dict[str, str] = {}
     for disk_name, file, stored in _stored([*ours, *unknown], files):
         if disk_name not in ours:
@@ -115,6 +113,16 @@ def load_into(model: nn.Module, whole: nn.Module, folder: Path, *, rename: Calla
                               f"{', ...' if len(inside) > 5 else ''}; is config.json the right one?")
     if unknown:
         logger.warning("%s: %d weights are not known and left out, such as %s", folder, len(unknown), unknown[0])
+
+
+def _read_scales(dequantiser: Dequantiser, pieces: dict[str, Piece], files: dict[str, Path]) -> None:
+    """All of them before any weight: they are small, and may lie in other files. `pieces`: of this rank, by name on disk."""
+    scales = {scale: weight for weight, scale in dequantiser.scales.items() if weight in pieces}
+    for scale, file, stored in _stored(scales, files):
+        try:
+            dequantiser.read(scales[scale], file, stored, pieces[scales[scale]])
+        except SafetensorError as error:
+            raise CheckpointError(f"cannot read {scale} from {file}: {error}") from error
 
 
 _KV_SCALE = re.compile(r"(?:(?:model|language_model)\.)*(?P<layer>layers\.\d+)\.self_attn\."

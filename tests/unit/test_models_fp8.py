@@ -161,6 +161,12 @@ def test_a_module_that_was_left_as_it_is_is_seen_from_its_weight(tmp_path: Path)
     assert torch.equal(load(folder).get_parameter(Q), plain)
 
 
+def test_a_tied_head_is_left_out_with_its_scale(tmp_path: Path) -> None:
+    folder = write(tmp_path, change={"lm_head.weight": torch.ones(VOCAB, HIDDEN).to(torch.float8_e4m3fn),
+                                     "lm_head.weight_scale_inv": torch.ones(1, 2)})
+    assert load(folder).lm_head is None
+
+
 # What is refused --------------------------------------------------------------------------------------------------------
 
 SCALE = Q + "_scale_inv"
