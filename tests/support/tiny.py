@@ -127,7 +127,7 @@ def write(name: str, folder: Path, seed: int = 0, max_shard_size: str = "5GB") -
             if parameter.dim() == 1:  # a norm whose weights are all alike would hide a confusion of w and 1 + w
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             elif parameter.dim() == 2 or ".experts." in path:  # initial weights this small would leave every logit nearly equal
-                parameter.mul_(3.0)
+                parameter.mul_(8.0 if "visual" in path else 3.0)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     if name.endswith("vl"):
         (folder / "preprocessor_config.json").write_text(json.dumps(

@@ -245,7 +245,7 @@ def test_which_layers_are_dense(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "said", "normalise"), [
     ("qwen3_moe", None, False), ("qwen3_moe", True, True), ("qwen3_next", None, True), ("qwen3_next", False, False),
-    ("qwen3_5_moe_text", None, True), ("qwen3_5_moe_text", False, True)])
+    ("qwen3_5_moe_text", None, True), ("qwen3_5_moe_text", False, True), ("qwen3_vl_moe_text", False, True)])
 def test_whether_weights_are_normalised(tmp_path: Path, kind: str, said: bool | None, normalise: bool) -> None:
     experts = read(tmp_path, num_experts=8, model_type=kind, **({} if said is None else {"norm_topk_prob": said})).experts
     assert experts is not None
