@@ -81,6 +81,8 @@ class PoolConfig:
     """Pipeline parallelism: stages among which the layers are split; a replica has `tp * pp` processes, its ranks."""
     stages: tuple[int, ...] = ()
     """Layers of each stage; empty: balanced."""
+    expert_parallel: bool = False
+    """Tensor ranks split the routed experts among them, instead of the channels of every expert."""
     cpus: float = 1.0
     """Ray CPUs that each rank reserves; a stage's `tp` ranks are placed on one node."""
     gpus: int = 0
@@ -357,13 +359,11 @@ def _check(config: Config) -> None:
             raise ConfigError(f"pools.{name}: a pool's name is made of a-z, 0-9 and inner dashes, and is not `router`; "
                               "its replicas are called NAME-0, NAME-1 and so on", field="pools")
     engine = config.engine
-    positive = {
-        "engine.block_size": engine.block_size, "engine.kv_cache_tokens": engine.kv_cache_tokens,
-        "engine.max_running": engine.max_running, "engine.max_batch_tokens": engine.max_batch_tokens,
-        "engine.threads": engine.threads, "engine.growth_tokens": engine.growth_tokens,
-        "transfer.frame_bytes": config.transfer.frame_bytes, "router.max_in_flight": config.router.max_in_flight,
-        "debug.record_bytes": config.debug.record_bytes,
-    }
+    positive = {"engine.block_size": engine.block_size, "engine.kv_cache_tokens": engine.kv_cache_tokens,
+                "engine.max_running": engine.max_running, "engine.max_batch_tokens": engine.max_batch_tokens,
+                "engine.threads": engine.threads, "engine.growth_tokens": engine.growth_tokens,
+                "transfer.frame_bytes": config.transfer.frame_bytes, "router.max_in_flight": config.router.max_in_flight,
+                "debug.record_bytes": config.debug.record_bytes}
     faults = config.transfer.faults
     for key in ("drop", "duplicate", "corrupt", "cut"):
         if not 0 <= getattr(faults, key) <= 1:

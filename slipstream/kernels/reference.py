@@ -52,13 +52,14 @@ def top_experts(logits: Tensor, count: int, normalise: bool) -> tuple[Tensor, Te
 
 def experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """Each token's experts, weighted and summed. x [T, H]; gate_up [X, 2 I, H], gate first; down [X, H, I]; chosen, weights
-    [T, k]. Returns [T, H]; sums are float32, in the order of the experts, so that no token depends on its neighbours."""
+    [T, k]; an expert X, behind the last, adds nothing. Returns [T, H]; sums are float32, in the order of the experts, so that
+    no token depends on its neighbours."""
     order = chosen.flatten().argsort(stable=True)
     rows = order // chosen.shape[1]
     scales = weights.flatten()[order, None].float()
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     start = 0
-    for expert, count in enumerate(torch.bincount(chosen.flatten(), minlength=gate_up.shape[0]).tolist()):
+    for expert, count in enumerate(torch.bincount(chosen.flatten(), minlength=len(gate_up))[: len(gate_up)].tolist()):
         if count:
             part = slice(start, start + count)
             gate, up = F.linear(x[rows[part]], gate_up[expert]).chunk(2, -1)

@@ -81,6 +81,43 @@ def test_qwen2_5_vl_as_it_lies_on_the_hub(tmp_path: Path) -> None:
     assert (found.image and found.image.factor, found.tie_embeddings, len(found.layers)) == (28, True, 36)
 
 
+def test_qwen2_vl_as_it_lies_on_the_hub(tmp_path: Path) -> None:
+    """A tower of 1280 channels, whose `hidden_size` is the language model's."""
+    vision = {"depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "num_heads": 16, "in_chans": 3, "hidden_size": 3584,
+              "patch_size": 14, "spatial_merge_size": 2, "spatial_patch_size": 14, "temporal_patch_size": 2}
+    found = read(tmp_path, {
+        "architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl", "hidden_act": "silu",
+        "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_hidden_layers": 28,
+        "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "eos_token_id": 151645, "image_token_id": 151655,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "tie_word_embeddings": False, "vocab_size": 152064,
+        "vision_config": vision}, preprocessor_config={"min_pixels": 3136, "max_pixels": 12845056, "patch_size": 14})
+    assert found.vision is not None
+    assert (found.vision.hidden_size, found.vision.intermediate_size, found.vision.out_hidden_size) == (1280, 5120, 3584)
+    assert (found.vision.windows, found.vision.num_position_embeddings) == (None, 0)
+    assert (found.rope.mrope_section, found.rope.mrope_interleaved, found.rms_norm_eps) == ((16, 24, 24), False, 1e-6)
+    assert found.image is not None
+    assert (found.image.factor, found.image.max_pixels, found.image.mean[0]) == (28, 12845056, 0.48145466)
+
+
+def test_qwen3_vl_moe_as_it_lies_on_the_hub(tmp_path: Path) -> None:
+    vision = {"deepstack_visual_indexes": [8, 16, 24], "depth": 27, "hidden_act": "gelu_pytorch_tanh", "hidden_size": 1152,
+              "in_channels": 3, "intermediate_size": 4304, "model_type": "qwen3_vl_moe", "num_heads": 16,
+              "num_position_embeddings": 2304, "out_hidden_size": 2048, "patch_size": 16, "spatial_merge_size": 2,
+              "temporal_patch_size": 2}
+    text = {"model_type": "qwen3_vl_moe_text", "decoder_sparse_step": 1, "head_dim": 128, "hidden_act": "silu",
+            "hidden_size": 2048, "intermediate_size": 6144, "mlp_only_layers": [], "moe_intermediate_size": 768,
+            "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8,
+            "num_hidden_layers": 48, "num_key_value_heads": 4, "rope_theta": 5000000, "vocab_size": 151936,
+            "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}}
+    found = read(tmp_path, {"architectures": ["Qwen3VLMoeForConditionalGeneration"], "image_token_id": 151655,
+                            "tie_word_embeddings": False, "text_config": text, "vision_config": vision})
+    assert found.experts is not None
+    assert (found.experts.count, found.experts.top_k, found.experts.normalise, len(found.experts.layers)) == (128, 8, True, 48)
+    assert (found.rope.theta, found.rope.mrope_section, found.rope.mrope_interleaved) == (5e6, (24, 20, 20), True)
+    assert found.vision is not None
+    assert (found.vision.deepstack, found.intermediate_size) == ((8, 16, 24), 0)
+
+
 def test_what_qwen3_vl_leaves_out(tmp_path: Path) -> None:
     """The whole head turns, axes are interleaved."""
     rope = {"rope_theta": 5e6, "mrope_section": [12, 10, 10], "rope_type": "default"}
