@@ -63,10 +63,10 @@ def check(folder: Path, meant: Path) -> None:
     def compute(comm: Communicator) -> torch.Tensor:
         return Plain(model=load(folder, comm), checkpoint=checkpoint).prefill(TOKENS, chunk=16)
 
-    for tp, pp in ((2, 1), (1, 2), (2, 2), (4, 1)):
-        geometry = sharding.plan(checkpoint, tp=tp, pp=pp)
+    for tp, pp, apart in ((2, 1, False), (1, 2, False), (2, 2, False), (4, 1, False), (2, 1, True)):
+        geometry = sharding.plan(checkpoint, tp=tp, pp=pp, expert_parallel=apart and checkpoint.experts is not None)
         found = ranks.run(geometry, compute)[geometry.world - tp]
-        assert (found - expected).abs().max() < 1e-4 * max(1.0, float(expected.abs().max())), (tp, pp)
+        assert (found - expected).abs().max() < 1e-4 * max(1.0, float(expected.abs().max())), (tp, pp, apart)
 
 
 @pytest.mark.parametrize("kind", KINDS)
