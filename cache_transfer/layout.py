@@ -14,7 +14,7 @@ from typing import Protocol
 import xxhash
 
 from slipstream.sharding import Geometry, Shard
-from slipstream.types import AttentionLayer, LayerSpec
+from slipstream.types import AttentionLayer, KvScales, LayerSpec
 
 PROTOCOL_VERSION = "3"
 MEMORY_ORDER = "kv[block,head,k|v,token,channel] conv[slot,q|k|v,column] recurrent[slot,value_head,key,value]"
@@ -22,7 +22,7 @@ MEMORY_ORDER = "kv[block,head,k|v,token,channel] conv[slot,q|k|v,column] recurre
 Cut = tuple[tuple[int, int], ...]
 """(offset, bytes) of what is seen of one token's keys, the same again of its values, or of a state's slot."""
 
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 
 
 class Kind(enum.Enum):
@@ -86,16 +86,19 @@ class CacheLayout:
     layers: tuple[LayerSpec, ...]
     block_size: int
     kv_dtype: str
+    """torch's name, which also tells the flavours of FP8 apart: e4m3fn and e4m3fnuz are other numbers by the same bits."""
     conv_dtype: str
     recurrent_dtype: str = "float32"
+    kv_scales: KvScales = ()
     protocol: str = PROTOCOL_VERSION
     memory_order: str = MEMORY_ORDER
 
     def fields(self) -> dict[str, str]:
         """Field by field, for a Hello that can name what differs."""
-        named = {field.name: str(getattr(self, field.name)) for field in fields(self) if field.name != "layers"}
-        for number, layer in enumerate(self.layers):
-            named[f"layer {number}"] = repr(layer)
+        named = {field.name: str(getattr(self, field.name)) for field in fields(self)
+                 if field.name not in ("layers", "kv_scales")}
+        named |= {f"layer {number}": repr(layer) for number, layer in enumerate(self.layers)}
+        named |= {f"layer {number} kv_scales": f"k {k!r} v {v!r}" for number, (k, v) in enumerate(self.kv_scales)}
         return named
 
     @cached_property

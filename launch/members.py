@@ -123,7 +123,7 @@ def check_geometries(config: Config, checkpoint: Checkpoint) -> None:
     """Raise ConfigError for a pool that does not cut the model evenly, listing what would."""
     for name, pool in config.pools.items():
         try:
-            sharding.plan(checkpoint, tp=pool.tp, pp=pool.pp, stages=pool.stages)
+            sharding.plan(checkpoint, tp=pool.tp, pp=pool.pp, stages=pool.stages, expert_parallel=pool.expert_parallel)
         except ConfigError as error:
             raise ConfigError(f"pools.{name}: {error.message}", field=f"pools.{name}.{error.field}") from error
 

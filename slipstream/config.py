@@ -16,9 +16,9 @@ from slipstream import typed
 from slipstream.errors import ConfigError
 from slipstream.types import Role
 
-CHANNELS = "auto", "local", "rdma", "grpc"
-ENGINES = "auto", "nixl", "mooncake"
-"""Of the transfer: what `transfer.channel` and `transfer.rdma.engine` may say."""
+NAMES = {"transfer.channel": ("auto", "local", "rdma", "grpc"), "transfer.rdma.engine": ("auto", "nixl", "mooncake"),
+         "engine.kv_dtype": ("auto", "fp8_e4m3")}
+"""What keys may say that choose one of several by its name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +49,9 @@ class EngineConfig:
     """Tokens per KV block; must be equal on both sides."""
     kv_cache_tokens: int = 65536
     """Tokens of KV that a replica holds, over all sequences."""
+    kv_dtype: str = "auto"
+    """`auto`: KV in the model's dtype; `fp8_e4m3`: in one byte a number, divided by the checkpoint's `k_scale` and `v_scale` of
+    each layer, or by 1 where it has none. Must be equal on both sides."""
     max_running: int = 64
     """Sequences in one step; also the number of recurrent-state slots."""
     max_batch_tokens: int = 1024
@@ -82,6 +85,8 @@ class PoolConfig:
     """Pipeline parallelism: stages among which the layers are split; a replica has `tp * pp` processes, its ranks."""
     stages: tuple[int, ...] = ()
     """Layers of each stage; empty: balanced."""
+    expert_parallel: bool = False
+    """Tensor ranks split the routed experts among them, instead of the channels of every expert."""
     cpus: float = 1.0
     """Ray CPUs that each rank reserves; a stage's `tp` ranks are placed on one node."""
     gpus: int = 0
@@ -337,7 +342,7 @@ _LABEL = re.compile(r"!?(?:in\([\w.-]+(?: *, *[\w.-]+)*\)|[\w.-]+)")
 _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("at least 1", lambda value: value >= 1,
      "engine.block_size engine.kv_cache_tokens engine.max_running engine.max_batch_tokens engine.threads engine.growth_tokens "
-     "transfer.frame_bytes router.max_in_flight debug.record_bytes"),
+     "transfer.frame_bytes router.max_in_flight router.max_video_frames debug.record_bytes"),
     ("at least 0", lambda value: value >= 0,
      "engine.state_snapshots transfer.image_store_bytes transfer.rdma.quarantine_seconds transfer.faults.delay_seconds "
      "transfer.faults.stall_at_bytes transfer.faults.bytes_per_second"),
@@ -370,8 +375,8 @@ def _check(config: Config) -> None:
                 raise ConfigError(f"pools.{name}.labels.{label}: {selector!r} selects no label; write \"a\", \"!a\", "
                                   "\"in(a,b)\" or \"!in(a,b)\"", field=f"pools.{name}.labels.{label}")
         if doubled := {"CPU", "GPU"} & pool.resources.keys():
-            raise ConfigError(f"pools.{name}.resources: {min(doubled)} is reserved with cpus and gpus",
-                              field=f"pools.{name}.resources")
+            field_name = f"pools.{name}.resources"
+            raise ConfigError(f"{field_name}: {min(doubled)} is reserved with cpus and gpus", field=field_name)
         if name == "router" or not re.fullmatch(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", name):
             raise ConfigError(f"pools.{name}: a pool's name is made of a-z, 0-9 and inner dashes, and is not `router`; "
                               "its replicas are called NAME-0, NAME-1 and so on", field="pools")
@@ -379,19 +384,16 @@ def _check(config: Config) -> None:
         for path in paths.split():
             if not holds(value := attrgetter(path)(config)):
                 raise ConfigError(f"{path} must be {allowed}, not {value:g}", field=path)
-    for path, known in (("transfer.channel", CHANNELS), ("transfer.rdma.engine", ENGINES)):
+    for path, known in NAMES.items():
         typed.check_name(attrgetter(path)(config), known, path)
-    engine = config.engine
-    if config.transfer.frame_bytes > 32 << 20:
-        raise ConfigError(f"transfer.frame_bytes must be at most 32 MiB, half of the longest message, not "
-                          f"{config.transfer.frame_bytes}", field="transfer.frame_bytes")
-    if engine.max_running > engine.max_batch_tokens:
-        raise ConfigError(f"engine.max_running ({engine.max_running}) must not exceed engine.max_batch_tokens "
-                          f"({engine.max_batch_tokens}): every running sequence decodes one token a step",
-                          field="engine.max_running")
-    if "://" in config.ray.address:
-        raise ConfigError(f"ray.address must be host:port of the cluster's head, not {config.ray.address!r}",
-                          field="ray.address")
+    if (frame_bytes := config.transfer.frame_bytes) > 32 << 20:
+        raise ConfigError(f"transfer.frame_bytes must be at most 32 MiB, half of the longest message, not {frame_bytes}",
+                          field="transfer.frame_bytes")
+    if (running := config.engine.max_running) > (tokens := config.engine.max_batch_tokens):
+        raise ConfigError(f"engine.max_running ({running}) must not exceed engine.max_batch_tokens ({tokens}): every running "
+                          "sequence decodes one token a step", field="engine.max_running")
+    if "://" in (address := config.ray.address):
+        raise ConfigError(f"ray.address must be host:port of the cluster's head, not {address!r}", field="ray.address")
     if not re.fullmatch(r"[A-Za-z0-9_-]+", config.ray.deployment):
         raise ConfigError(f"ray.deployment must be made of letters, digits, - and _, not {config.ray.deployment!r}",
                           field="ray.deployment")

@@ -25,6 +25,8 @@ class Geometry:
     """Tensor ranks of each stage."""
     stages: tuple[int, ...]
     """Layers of each pipeline stage, in order."""
+    expert_parallel: bool = False
+    """Each tensor rank holds its own of the routed experts, whole, instead of its own channels of every expert."""
 
     @property
     def pp(self) -> int:
@@ -118,39 +120,51 @@ def local_spec(layer: LayerSpec, tp: int, tp_rank: int) -> LayerSpec:
                                value_heads=len(heads_of(layer.value_heads, tp, tp_rank)))
 
 
-def legal_tp(checkpoint: Checkpoint) -> list[int]:
+def legal_tp(checkpoint: Checkpoint, *, expert_parallel: bool = False) -> list[int]:
     """Every TP of at most MAX_TP that cuts the model evenly."""
-    return [tp for tp in range(1, MAX_TP + 1) if _is_legal(checkpoint, tp)]
+    return [tp for tp in range(1, MAX_TP + 1) if _is_legal(checkpoint, tp, expert_parallel)]
 
 
-def _is_legal(checkpoint: Checkpoint, tp: int) -> bool:
+def _is_legal(checkpoint: Checkpoint, tp: int, expert_parallel: bool) -> bool:
     def split(heads: int) -> bool:
         return heads % tp == 0
 
     def split_or_copied(heads: int) -> bool:
         return heads % tp == 0 or tp % heads == 0
 
-    if not (split(checkpoint.num_heads) and all(map(split, checkpoint.intermediate_sizes))):
+    if not (split(checkpoint.num_heads) and all(map(split, _widths(checkpoint, expert_parallel)))):
         return False
     return all(split_or_copied(layer.kv_heads) if isinstance(layer, AttentionLayer)
                else split(layer.value_heads) and split_or_copied(layer.key_heads) for layer in checkpoint.layers)
 
 
-def plan(checkpoint: Checkpoint, *, tp: int, pp: int, stages: Sequence[int] = ()) -> Geometry:
+def _widths(checkpoint: Checkpoint, expert_parallel: bool) -> list[int]:
+    """What TP cuts of the MLPs, besides heads: channels, or the experts themselves."""
+    experts = checkpoint.experts
+    if experts is None or not expert_parallel:
+        return list(checkpoint.intermediate_sizes)
+    return [size for size in (checkpoint.intermediate_size, experts.count, experts.shared_size) if size]
+
+
+def plan(checkpoint: Checkpoint, *, tp: int, pp: int, stages: Sequence[int] = (), expert_parallel: bool = False) -> Geometry:
     """The geometry of a replica; `stages` gives the layers of each stage, empty: balanced. Raises ConfigError that lists what
     would be legal."""
-    if not _is_legal(checkpoint, tp) or tp > MAX_TP:
-        legal, sizes = (", ".join(map(str, each)) for each in (legal_tp(checkpoint), checkpoint.intermediate_sizes))
-        raise ConfigError(f"tp {tp} does not cut {checkpoint.architecture} evenly ({checkpoint.num_heads} heads, "
-                          f"intermediate size {sizes}); legal: {legal}", field="tp")
+    if expert_parallel and checkpoint.experts is None:
+        raise ConfigError(f"expert_parallel: {checkpoint.architecture} has no experts here", field="expert_parallel")
+    if not _is_legal(checkpoint, tp, expert_parallel) or tp > MAX_TP:
+        legal, sizes = (", ".join(map(str, each)) for each in (legal_tp(checkpoint, expert_parallel=expert_parallel),
+                                                               _widths(checkpoint, expert_parallel)))
+        what = "experts and intermediate sizes" if expert_parallel else "intermediate size"
+        raise ConfigError(f"tp {tp} does not cut {checkpoint.architecture} evenly ({checkpoint.num_heads} heads, {what} "
+                          f"{sizes}); legal: {legal}", field="tp")
     count = len(checkpoint.layers)
     if not 1 <= pp <= count:
         raise ConfigError(f"pp must be 1 to {count}, the number of layers, not {pp}", field="pp")
     if not stages:
-        return Geometry(tp=tp, stages=balance(_costs(checkpoint), pp, last=checkpoint.vocab_size * checkpoint.hidden_size))
+        stages = balance(_costs(checkpoint), pp, last=checkpoint.vocab_size * checkpoint.hidden_size)
     if len(stages) != pp or sum(stages) != count or min(stages) < 1:
         raise ConfigError(f"stages {list(stages)} must be {pp} positive numbers of layers, {count} together", field="stages")
-    return Geometry(tp=tp, stages=tuple(stages))
+    return Geometry(tp=tp, stages=tuple(stages), expert_parallel=expert_parallel)
 
 
 def balance(costs: Sequence[int], pp: int, *, last: int = 0) -> tuple[int, ...]:

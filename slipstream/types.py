@@ -54,6 +54,9 @@ class LinearLayer:
 
 LayerSpec = AttentionLayer | LinearLayer
 
+KvScales = tuple[tuple[float, float], ...]
+"""For each layer of a checkpoint, what the keys and the values of a cache in FP8 are divided by; empty: they are not."""
+
 
 # What a request is ---------------------------------------------------------------------------------------------------
 

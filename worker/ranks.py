@@ -56,7 +56,7 @@ def pool_of(config: Config, role: Role, name: str) -> PoolConfig:
             raise ConfigError(f"pool {name} is for {config.pools[name].role.value}, not for {role.value}", field="pools")
         return config.pools[name]
     own = {name: pool for name, pool in config.pools.items() if pool.role is role}
-    if len({(pool.tp, pool.pp, pool.stages) for pool in own.values()}) > 1:
+    if len({(pool.tp, pool.pp, pool.stages, pool.expert_parallel) for pool in own.values()}) > 1:
         raise ConfigError(f"several pools are for {role.value}: say which one with --pool ({', '.join(own)})", field="pools")
     return next(iter(own.values()), PoolConfig(role=role))
 
@@ -68,7 +68,8 @@ def place(config: Config, role: Role, *, pool: str, rank: int, world: int, maste
     if (wanted.tp, wanted.pp, wanted.stages, rank) == (1, 1, (), 0) and world in (0, 1):
         return None
     checkpoint = checkpoints.read(checkpoints.resolve(config.model.path, hub_cache()))
-    geometry = sharding.plan(checkpoint, tp=wanted.tp, pp=wanted.pp, stages=wanted.stages)
+    geometry = sharding.plan(checkpoint, tp=wanted.tp, pp=wanted.pp, stages=wanted.stages,
+                             expert_parallel=wanted.expert_parallel)
     if world not in (0, geometry.world) or not 0 <= rank < geometry.world:
         raise ConfigError(f"rank {rank} of {world or geometry.world}: the pool has tp {geometry.tp} and pp {geometry.pp}, so "
                           f"{geometry.world} ranks, from 0 on", field="pools")

@@ -9,6 +9,7 @@ from slipstream.checkpoint import defaults
 from slipstream.checkpoint import text as texts
 from slipstream.checkpoint import vision as visions
 from slipstream.checkpoint.folder import read_json
+from slipstream.checkpoint.quantization import quantization
 from slipstream.checkpoint.spec import Checkpoint
 from slipstream.errors import CheckpointError
 from slipstream.types import SamplingParams
@@ -80,6 +81,7 @@ def _parse(path: Path, config: dict[str, Any]) -> Checkpoint:
         vision_start_token_id=marks.get("vision_start_token_id"),
         vision_end_token_id=marks.get("vision_end_token_id"),
         video=visions.video(path, {**config, **marks}, vision, image, architecture),
+        quantization=quantization(config, text, path / "config.json"),
     )
 
 
@@ -101,8 +103,6 @@ def _sampling(file: Path, generation: dict[str, Any]) -> SamplingParams:
 def _refuse_unsupported(path: Path, config: dict[str, Any], text: dict[str, Any]) -> None:
     """What would load and then compute something else."""
     file = path / "config.json"
-    if config.get("quantization_config") or text.get("quantization_config"):
-        raise CheckpointError(f"{file}: quantization_config is not supported; use the bfloat16 checkpoint")
     if text.get("hidden_act", "silu") != "silu":
         raise CheckpointError(f"{file}: hidden_act {text['hidden_act']!r} is not supported; known: silu")
     if text.get("attn_output_gate") is False and text.get("linear_num_key_heads"):

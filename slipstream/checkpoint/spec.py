@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from slipstream.checkpoint.quantization import Quantization
 from slipstream.types import LayerSpec, LinearLayer, SamplingParams
 
 
@@ -126,7 +127,7 @@ class Checkpoint:
     path: Path
     architecture: str
     dtype: str
-    """Of the weights on disk: `float32`, `bfloat16` or `float16`."""
+    """Of the weights on disk that are not quantised: `float32`, `bfloat16` or `float16`."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -149,6 +150,8 @@ class Checkpoint:
     vision_start_token_id: int | None
     vision_end_token_id: int | None
     video: VideoConfig | None = None
+    quantization: Quantization | None = None
+    """None: every weight is stored as it is."""
 
     @property
     def has_linear_layers(self) -> bool:

@@ -16,7 +16,8 @@ from slipstream.engine.gang import Log
 from slipstream.errors import ConfigError
 from slipstream.layers.batch import LayerCache
 from slipstream.layers.parallel import Communicator
-from slipstream.models import registry
+from slipstream.models import registry, weights
+from slipstream.types import KvScales
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,12 @@ def dtype_name(model: ModelConfig, checkpoint: Checkpoint, device: torch.device)
     if model.dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"model.dtype must be auto, float32 or bfloat16, not {model.dtype!r}", field="model.dtype")
     return model.dtype
+
+
+def kv_cache(checkpoint: Checkpoint, config: EngineConfig, dtype: str) -> tuple[str, KvScales]:
+    """What keys and values are kept in, by torch's name for it, and what each layer's are divided by; in the model's own
+    `dtype` they are not. Raises CheckpointError for a scale that cannot be."""
+    return (dtype, ()) if config.kv_dtype == "auto" else ("float8_e4m3fn", weights.kv_scales(checkpoint))
 
 
 def build(checkpoint: Checkpoint, model: ModelConfig, config: EngineConfig, *, parked_fraction: float = 1.0,
@@ -77,6 +84,7 @@ def _load(checkpoint: Checkpoint, model: ModelConfig, config: EngineConfig, comm
     torch.set_num_threads(config.threads)
     device = device_of(model)
     name = dtype_name(model, checkpoint, device)
+    _, scales = kv_cache(checkpoint, config, name)
     shown = -1
 
     def progress(done: int, total: int) -> None:
@@ -86,4 +94,7 @@ def _load(checkpoint: Checkpoint, model: ModelConfig, config: EngineConfig, comm
             shown = tenth
             logger.info("loading weights: %d of %d tensors", done, total)
 
-    return device, name, registry.load(checkpoint, dtype=registry.dtype_of(name), device=device, comm=comm, progress=progress)
+    part = registry.load(checkpoint, dtype=registry.dtype_of(name), device=device, comm=comm, progress=progress)
+    if scales:
+        part.scale_kv(scales)
+    return device, name, part

@@ -11,6 +11,7 @@ import torch
 from slipstream.checkpoint import Checkpoint
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
+from slipstream.kernels import fp8
 from slipstream.layers.batch import AttentionCache, LayerCache, LinearCache
 from slipstream.types import AttentionLayer, LayerSpec
 
@@ -38,15 +39,15 @@ def num_snapshots(checkpoint: Checkpoint, config: EngineConfig, wanted: int | No
 def allocate(layers: Sequence[LayerSpec], config: EngineConfig, slots: int, dtype: torch.dtype, device: torch.device
              ) -> tuple[LayerCache, ...]:
     """One cache for each of this rank's `layers`, in their order: `kv` [N, H, 2, P, D] and `conv` [Z, C, W - 1] in `dtype`,
-    `recurrent` [Z, V, K, E] in float32, with Z = `slots`, snapshots included. Raises ConfigError if there is no memory for
-    them."""
-    blocks = num_blocks(config)
+    `recurrent` [Z, V, K, E] in float32, with Z = `slots`, snapshots included; `kv` in FP8 if `config` says so. Raises
+    ConfigError if there is no memory for them."""
+    blocks, kv_dtype = num_blocks(config), fp8.E4M3 if config.kv_dtype == "fp8_e4m3" else dtype
     caches: list[LayerCache] = []
     try:
         for layer in layers:
             if isinstance(layer, AttentionLayer):
                 shape = (blocks, layer.kv_heads, 2, config.block_size, layer.head_size)
-                caches.append(AttentionCache(kv=_zeros(shape, dtype, device)))
+                caches.append(AttentionCache(kv=_zeros(shape, kv_dtype, device)))
             else:
                 conv = (slots, sum(layer.conv_segments), layer.conv_width - 1)
                 recurrent = (slots, layer.value_heads, layer.key_head_size, layer.value_head_size)

@@ -13,7 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slipstream.kernels import fp8
+
 CHUNK = 64
+NO_SCALES = (1.0, 1.0)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> Tensor:
@@ -49,13 +52,14 @@ def top_experts(logits: Tensor, count: int, normalise: bool) -> tuple[Tensor, Te
 
 def experts(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     """Each token's experts, weighted and summed. x [T, H]; gate_up [X, 2 I, H], gate first; down [X, H, I]; chosen, weights
-    [T, k]. Returns [T, H]; sums are float32, in the order of the experts, so that no token depends on its neighbours."""
+    [T, k]; an expert X, behind the last, adds nothing. Returns [T, H]; sums are float32, in the order of the experts, so that
+    no token depends on its neighbours."""
     order = chosen.flatten().argsort(stable=True)
     rows = order // chosen.shape[1]
     scales = weights.flatten()[order, None].float()
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     start = 0
-    for expert, count in enumerate(torch.bincount(chosen.flatten(), minlength=gate_up.shape[0]).tolist()):
+    for expert, count in enumerate(torch.bincount(chosen.flatten(), minlength=len(gate_up))[: len(gate_up)].tolist()):
         if count:
             part = slice(start, start + count)
             gate, up = F.linear(x[rows[part]], gate_up[expert]).chunk(2, -1)
@@ -83,8 +87,13 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((turned, rest), -1)
 
 
-def write_kv(kv: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-    """Store keys and values [T, G, D] at slots [T] (block * P + offset, int64) of kv [N, G, 2, P, D]."""
+def write_kv(kv: Tensor, keys: Tensor, values: Tensor, slots: Tensor, scales: tuple[float, float] = NO_SCALES) -> None:
+    """Store keys and values [T, G, D] at slots [T] (block * P + offset, int64) of kv [N, G, 2, P, D].
+
+    A cache of FP8 holds them divided by `scales` (of keys, of values); the reading operations multiply by them again.
+    """
+    if kv.dtype == fp8.E4M3:
+        kv, keys, values = (each.view(torch.uint8) for each in (kv, *map(fp8.quantise, (keys, values), scales)))
     groups, _, block_size, size = kv.shape[1:]
     heads = slots[:, None] // block_size * groups + torch.arange(groups, device=slots.device)
     rows = (heads * (2 * block_size) + slots[:, None] % block_size).flatten()  # of kv as rows; a head's keys come first
@@ -93,7 +102,13 @@ def write_kv(kv: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
     flat.index_copy_(0, rows + block_size, values.reshape(-1, size))
 
 
-def prefill_attention(query: Tensor, kv: Tensor, block_table: Tensor, context: int) -> Tensor:
+def _numbers(stored: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Keys or values as they are read from a cache."""
+    return fp8.dequantise(stored, scale, dtype) if stored.dtype == fp8.E4M3 else stored
+
+
+def prefill_attention(query: Tensor, kv: Tensor, block_table: Tensor, context: int,
+                      scales: tuple[float, float] = NO_SCALES) -> Tensor:
     """Causal attention of one sequence's n new tokens over `context` cached ones and themselves.
 
     query [n, H, D]; their keys and values are already in kv; block_table [B]. Returns [n, H, D].
@@ -102,7 +117,8 @@ def prefill_attention(query: Tensor, kv: Tensor, block_table: Tensor, context: i
     total = context + n
     groups, block_size = kv.shape[1], kv.shape[3]
     pages = kv[block_table[: -(-total // block_size)].long()]
-    keys, values = (pages[:, :, i].transpose(0, 1).reshape(groups, -1, size)[:, :total] for i in (0, 1))
+    keys, values = (_numbers(pages[:, :, i].transpose(0, 1).reshape(groups, -1, size)[:, :total], scales[i], query.dtype)
+                    for i in (0, 1))
     mask = torch.ones(n, total, dtype=torch.bool, device=query.device).tril(context)
     # With a batch axis torch takes its fused path on the CPU: four times faster, and no [H, n, L] scores in memory.
     out = F.scaled_dot_product_attention(query.transpose(0, 1)[None], keys[None], values[None], attn_mask=mask,
@@ -110,13 +126,15 @@ def prefill_attention(query: Tensor, kv: Tensor, block_table: Tensor, context: i
     return out[0].transpose(0, 1)
 
 
-def decode_attention(query: Tensor, kv: Tensor, block_tables: Tensor, lengths: Tensor) -> Tensor:
+def decode_attention(query: Tensor, kv: Tensor, block_tables: Tensor, lengths: Tensor,
+                     scales: tuple[float, float] = NO_SCALES) -> Tensor:
     """One new token for each of S sequences. query [S, H, D]; block_tables [S, B]; lengths [S] includes the new token."""
     sequences, heads, size = query.shape
     groups, block_size = kv.shape[1], kv.shape[3]
     longest = int(lengths.max())
     pages = kv[block_tables[:, : -(-longest // block_size)].long()]
-    keys, values = (pages[:, :, :, i].transpose(1, 2).reshape(sequences, groups, -1, size) for i in (0, 1))
+    keys, values = (_numbers(pages[:, :, :, i].transpose(1, 2).reshape(sequences, groups, -1, size), scales[i], query.dtype)
+                    for i in (0, 1))
     inside = torch.arange(keys.shape[2], device=query.device) < lengths[:, None]
     scores = torch.einsum("sghd,sgld->sghl", query.view(sequences, groups, heads // groups, size), keys).float() * size**-0.5
     weights = scores.masked_fill(~inside[:, None, None], -math.inf).softmax(-1).to(values.dtype)

@@ -22,6 +22,7 @@ class Attention(nn.Module):
                  traits: Traits) -> None:
         super().__init__()
         self.kernels = kernels
+        self.kv_scales = (1.0, 1.0)  # of keys, of values; used where the cache is of FP8
         hidden, size, gated = checkpoint.hidden_size, layer.head_size, traits.gated_attention
         bias = checkpoint.attention_bias or traits.qkv_bias
         query = Cut.heads(checkpoint.num_heads, comm.shard, size)
@@ -47,7 +48,7 @@ class Attention(nn.Module):
         query = self.kernels.rotary(self.q_norm(query.reshape(tokens, self.heads, self.head_size)), *rope)
         key = self.kernels.rotary(self.k_norm(self.k_proj(x).view(tokens, self.kv_heads, self.head_size)), *rope)
         value = self.v_proj(x).view(tokens, self.kv_heads, self.head_size)
-        self.kernels.write_kv(cache.kv, key, value, batch.slot_mapping)
+        self.kernels.write_kv(cache.kv, key, value, batch.slot_mapping, self.kv_scales)
         out = self._attend(query, batch, cache)
         if gate is not None:
             out = out * gate.sigmoid()
@@ -57,13 +58,13 @@ class Attention(nn.Module):
     def _attend(self, query: Tensor, batch: ForwardBatch, cache: AttentionCache) -> Tensor:
         split = batch.split
         if not split.chunks:
-            return self.kernels.decode_attention(query, cache.kv, batch.block_tables, split.decode_lengths)
+            return self.kernels.decode_attention(query, cache.kv, batch.block_tables, split.decode_lengths, self.kv_scales)
         out = torch.empty_like(query)
         for sequence, rows in split.chunks:
             out[rows] = self.kernels.prefill_attention(query[rows], cache.kv, batch.block_tables[sequence],
-                                                       batch.context_lens[sequence])
+                                                       batch.context_lens[sequence], self.kv_scales)
         if len(split.decoding):
             decoded = self.kernels.decode_attention(query[split.decode_rows], cache.kv, batch.block_tables[split.decoding],
-                                                    split.decode_lengths)
+                                                    split.decode_lengths, self.kv_scales)
             out.index_copy_(0, split.decode_rows, decoded)
         return out

@@ -90,7 +90,7 @@ class AttentionCache:
     """Paged keys and values of one attention layer. A sequence's rows belong to whoever owns its blocks."""
 
     kv: Tensor
-    """[N, H, 2, P, D]: a block, and in it each head's keys and values, is one contiguous range."""
+    """[N, H, 2, P, D], model dtype or e4m3fn: a block, and in it each head's keys and values, is one contiguous range."""
 
 
 @dataclass(frozen=True, kw_only=True)

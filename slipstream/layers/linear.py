@@ -78,32 +78,38 @@ class Stack(Part):
     """Matrices of all experts in one, [experts, ...]; on disk one tensor too, perhaps with each matrix transposed, or a matrix
     for each expert and projection."""
 
+    experts: Cut
+    """Those that the rank holds; where they are not all, it has all channels of them."""
     projections: dict[str, Cut]
-    """In the order in which they are joined along `axis`."""
+    """In the order in which they are joined along `joint`."""
+    joint: int
 
     @classmethod
-    def empty(cls, shape: tuple[int, ...], axis: int, projections: dict[str, Cut]) -> Stack:
-        """`shape` of the other axes, experts first; the rank's parts of the projections are joined along `axis`."""
+    def empty(cls, experts: Cut, hidden: int, joint: int, projections: dict[str, Cut]) -> Stack:
+        """`hidden`: size of the third axis; the rank's parts of the projections are joined along axis `joint`, 1 or 2."""
         first, *others = projections.values()
-        cut = sum(others, first)
-        made = cls(torch.empty(*shape[:axis], len(cut), *shape[axis:]), requires_grad=False)
-        made.cut, made.axis, made.projections = cut, axis, projections
+        channels = sum(others, first)
+        sides = (len(channels), hidden) if joint == 1 else (hidden, len(channels))
+        made = cls(torch.empty(len(experts), *sides), requires_grad=False)
+        made.cut, made.axis = (channels, joint) if len(experts) == experts.whole else (experts, 0)
+        made.experts, made.projections, made.joint = experts, projections, joint
         return made
 
     def transposed(self) -> Piece:
         """Its tensor on disk where inputs come before outputs (Qwen3-VL-MoE)."""
         experts, *matrix = self.piece().shape
-        return Piece((experts, *reversed(matrix)), self.cut, 3 - self.axis, transposed=True)
+        return Piece((experts, *reversed(matrix)), self.cut, 3 - self.axis if self.axis else 0, transposed=True)
 
     def pieces(self, stem: str) -> dict[str, Piece]:
         """The separate matrices by their names on disk; `stem`: of the module that holds the experts."""
         found = {}
-        for expert in range(self.shape[0]):
+        axis = self.joint - 1
+        for place, expert in enumerate(expert for own in self.experts.ranges for expert in own):
             start, shape = 0, list(self.shape[1:])
             for name, cut in self.projections.items():
-                shape[self.axis - 1] = cut.whole
-                rows = (slice(None),) * (self.axis - 1) + (slice(start, start + len(cut)),)
-                found[f"{stem}.{expert}.{name}.weight"] = Piece(tuple(shape), cut, self.axis - 1, (expert, *rows))
+                shape[axis] = cut.whole
+                rows = (slice(None),) * axis + (slice(start, start + len(cut)),)
+                found[f"{stem}.{expert}.{name}.weight"] = Piece(tuple(shape), cut, axis, (place, *rows))
                 start += len(cut)
         return found
 

@@ -1,6 +1,7 @@
 """A mixture of experts in place of an MLP; knows no layout on disk.
 
-Every tensor rank routes every token alike and holds its own channels of every expert.
+Every tensor rank routes every token alike and holds its own channels of every expert, or, with `expert_parallel`, its own
+experts.
 """
 
 from __future__ import annotations
@@ -15,13 +16,23 @@ from slipstream.layers.parallel import Communicator
 
 
 class Experts(nn.Module):
-    """The weights of all routed experts, as one grouped product takes them."""
+    """The weights of the rank's routed experts, as one grouped product takes them."""
 
     def __init__(self, hidden: int, config: ExpertConfig, comm: Communicator) -> None:
         super().__init__()
-        channels = Cut.heads(config.intermediate_size, comm.shard)
-        self.gate_up_proj = Stack.empty((config.count, hidden), 1, {"gate_proj": channels, "up_proj": channels})
-        self.down_proj = Stack.empty((config.count, hidden), 2, {"down_proj": channels})
+        apart = comm.shard.geometry.expert_parallel
+        experts = Cut.heads(config.count, comm.shard) if apart else Cut.all(config.count)
+        channels = Cut.all(config.intermediate_size) if apart else Cut.heads(config.intermediate_size, comm.shard)
+        self.own = experts.ranges[0] if apart else None
+        self.gate_up_proj = Stack.empty(experts, hidden, 1, {"gate_proj": channels, "up_proj": channels})
+        self.down_proj = Stack.empty(experts, hidden, 2, {"down_proj": channels})
+
+    def places(self, chosen: Tensor) -> Tensor:
+        """Experts' numbers -> their places in the weights; those of other ranks come behind the last."""
+        if self.own is None:
+            return chosen
+        place = chosen - self.own.start
+        return place.masked_fill((place < 0) | (place >= len(self.own)), len(self.own))
 
 
 class SparseMLP(nn.Module):
@@ -38,6 +49,7 @@ class SparseMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[T, hidden] -> the same; both kinds of expert share one sum over the ranks."""
         chosen, weights = self.kernels.top_experts(self.gate(x), self.config.top_k, self.config.normalise)
+        chosen = self.experts.places(chosen)
         out = self.kernels.experts(x, self.experts.gate_up_proj, self.experts.down_proj, chosen, weights)
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             out = out + self.shared_expert_gate(x).sigmoid() * self.shared_expert.summand(x)

@@ -25,7 +25,7 @@ from slipstream.layers.traits import Traits
 from slipstream.models.vision import VisionTower
 from slipstream.models.windowed_vision import WindowedTower
 from slipstream.sharding import deepstack_levels
-from slipstream.types import AttentionLayer
+from slipstream.types import AttentionLayer, KvScales
 
 
 class DecoderLayer(nn.Module):
@@ -135,6 +135,13 @@ class CausalLM(nn.Module):
         self.model = Decoder(checkpoint, kernels, comm, self.traits)
         own_head = comm.shard.last and not checkpoint.tie_embeddings
         self.lm_head = Vocabulary(checkpoint.vocab_size, checkpoint.hidden_size, comm) if own_head else None
+
+    def scale_kv(self, scales: KvScales) -> None:
+        """Write keys and values to caches in FP8 by these scales."""
+        for index, layer in self.model.layers.items():
+            assert isinstance(layer, DecoderLayer)
+            if layer.is_attention:
+                layer.self_attn.kv_scales = scales[int(index)]
 
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache], on_layer: Callable[[int], None] | None = None, *,
                 hidden: Tensor | None = None) -> Tensor | None:

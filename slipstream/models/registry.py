@@ -138,7 +138,8 @@ def load(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, co
         whole = kind(checkpoint, table)
         model = whole if comm is None else kind(checkpoint, table, comm)
     _prove(whole, checkpoint)
-    weights.load_into(model, whole, checkpoint.path, dtype=dtype, device=device, progress=progress,
+    weights.load_into(model, whole, checkpoint.path, dtype=dtype, device=device, quantization=checkpoint.quantization,
+                      progress=progress,
                       rename=lambda name: _rename(name, isinstance(model, VisionModel), checkpoint))
     return model.to(device).eval()
 
@@ -183,4 +184,4 @@ def _rename(name: str, vision: bool, checkpoint: Checkpoint) -> str | None:
             break
     if name.startswith(("mtp.", "model.mtp.") if vision else ("mtp.", "model.mtp.", "visual.")) or name.endswith(".inv_freq"):
         return None
-    return None if name == "lm_head.weight" and checkpoint.tie_embeddings else name
+    return None if name.startswith("lm_head.weight") and checkpoint.tie_embeddings else name

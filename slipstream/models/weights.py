@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 from collections.abc import Callable, Container, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +15,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from slipstream.checkpoint import Checkpoint, Quantization
 from slipstream.errors import CheckpointError
 from slipstream.layers.linear import Part, Piece, Stack
+from slipstream.models.quantized import Dequantiser
+from slipstream.types import KvScales
 
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 
 _MAPPED_VALUES = 16 << 20
-_STORED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def files_of(folder: Path) -> dict[str, Path]:
@@ -54,8 +58,8 @@ def _without_doubles(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def load_into(model: nn.Module, whole: nn.Module, folder: Path, *, rename: Callable[[str], str | None], dtype: torch.dtype,
-              device: torch.device, progress: Progress | None = None) -> None:
-    """Load every parameter of `model` from the folder; of one that is a Part, only its ranges are read.
+              device: torch.device, quantization: Quantization | None = None, progress: Progress | None = None) -> None:
+    """Load every parameter of `model` from the folder; of one that is a Part, only its ranges are read. FP8 becomes `dtype`.
 
     `whole` (which may be on the meta device) has the names and shapes that the folder must hold; what `model` lacks of them is
     another rank's. `rename` maps a name on disk to a parameter's name, or None for a weight that is known to be nobody's.
@@ -65,16 +69,19 @@ def load_into(model: nn.Module, whole: nn.Module, folder: Path, *, rename: Calla
     """
     files = files_of(folder)
     names = {disk_name: name for disk_name in files if (name := rename(disk_name)) is not None}
+    dequantiser = Dequantiser(quantization, list(names))
+    names = {disk_name: names[disk_name] for disk_name in dequantiser.weights}
     held = set(names.values())
     transposed = _experts_lie_transposed(whole, names, files)
     wanted = _pieces(model, held, transposed)
     shapes = {name: piece.shape for name, (_, piece) in _pieces(whole, held, transposed).items()}
-    if unused := sorted(files.keys() - names):
+    if unused := sorted(files.keys() - names - set(dequantiser.scales.values())):
         logger.info("%s: %d weights are not used by this model, such as %s", folder, len(unused), unused[0])
     unknown = sorted(disk_name for disk_name, name in names.items() if name not in shapes)
     parts = {name for name, _ in whole.named_children()}
     inside = [disk_name for disk_name in unknown if names[disk_name].partition(".")[0] in parts]
     ours = {disk_name: name for disk_name, name in names.items() if name in wanted}
+    _read_scales(dequantiser, {disk_name: wanted[name][1] for disk_name, name in ours.items()}, files)
     found: dict[str, str] = {}
     for disk_name, file, stored in _stored([*ours, *unknown], files):
         if disk_name not in ours:
@@ -88,12 +95,9 @@ def load_into(model: nn.Module, whole: nn.Module, folder: Path, *, rename: Calla
         parameter, piece = wanted[name]
         memory = _memory(model, parameter, dtype, device)[piece.place]
         try:
-            kind = _fill(memory, stored, piece)
+            _fill(memory, stored, piece, partial(dequantiser.fill, disk_name, file))
         except SafetensorError as error:
             raise CheckpointError(f"cannot read {disk_name} from {file}: {error}") from error
-        if kind not in _STORED:
-            raise CheckpointError(f"{disk_name} in {file} of shape {shape} is stored as {kind}; known: "
-                                  f"{', '.join(str(known) for known in _STORED)}")
         if not _is_finite(memory):
             raise CheckpointError(f"{disk_name} in {file} of shape {shape} holds NaN or infinity as {dtype}; "
                                   "the file is damaged, or the dtype too narrow")
@@ -109,6 +113,34 @@ def load_into(model: nn.Module, whole: nn.Module, folder: Path, *, rename: Calla
                               f"{', ...' if len(inside) > 5 else ''}; is config.json the right one?")
     if unknown:
         logger.warning("%s: %d weights are not known and left out, such as %s", folder, len(unknown), unknown[0])
+
+
+def _read_scales(dequantiser: Dequantiser, pieces: dict[str, Piece], files: dict[str, Path]) -> None:
+    """All of them before any weight: they are small, and may lie in other files. `pieces`: of this rank, by name on disk."""
+    scales = {scale: weight for weight, scale in dequantiser.scales.items() if weight in pieces}
+    for scale, file, stored in _stored(scales, files):
+        try:
+            dequantiser.read(scales[scale], file, stored, pieces[scales[scale]])
+        except SafetensorError as error:
+            raise CheckpointError(f"cannot read {scale} from {file}: {error}") from error
+
+
+_KV_SCALE = re.compile(r"(?:(?:model|language_model)\.)*(?P<layer>layers\.\d+)\.self_attn\."
+                       r"(?:(?:attn\.|[kv]_proj\.)?[kv]_scale|[kv]_proj\.output_scale)")
+
+
+def kv_scales(checkpoint: Checkpoint) -> KvScales:
+    """The `k_scale` and `v_scale` of each layer's attention, 1 where there is none, which quantisers write beside the weights.
+    Raises CheckpointError for one that is no positive number."""
+    files, found = files_of(checkpoint.path), dict[tuple[str, str], float]()
+    layers = {name: match["layer"] for name in files if (match := _KV_SCALE.fullmatch(name))}
+    for name, file, stored in _stored(layers, files):
+        scale, key = stored[...].float(), (layers[name], "v" if re.search(r"\.v_(scale|proj\.output)", name) else "k")
+        if scale.numel() != 1 or not 0 < float(scale) < math.inf:
+            raise CheckpointError(f"{name} in {file} is {scale.tolist()}; known: one positive number")
+        if found.setdefault(key, float(scale)) != float(scale):
+            raise CheckpointError(f"{name} in {file} is {float(scale)}; another scale of the same is {found[key]}")
+    return tuple((found.get((layer.name, "k"), 1.0), found.get((layer.name, "v"), 1.0)) for layer in checkpoint.layers)
 
 
 def _stored(names: Iterable[str], files: dict[str, Path]) -> Iterator[tuple[str, Path, Any]]:
@@ -157,17 +189,16 @@ def _pieces(model: nn.Module, held: Container[str], transposed: bool) -> dict[st
     return found
 
 
-def _fill(memory: Tensor, stored: Any, piece: Piece) -> torch.dtype:
-    """Copy what the rank takes of a stored tensor, and nothing else, to where it belongs; the dtype on disk."""
+def _fill(memory: Tensor, stored: Any, piece: Piece, write: Callable[[Tensor, Tensor, int], None]) -> None:
+    """`write` what the rank takes of a stored tensor, and nothing else, to where it belongs: (stored part, its place, at)."""
     before, axis = (slice(None),) * piece.axis, piece.axis
     target = memory.transpose(-1, -2) if piece.transposed else memory
     at = 0
     for part in piece.cut.ranges if piece.cut is not None else (None,):
         source: Tensor = stored[:] if part is None else stored[(*before, slice(part.start, part.stop))]
         place = target if part is None else target.narrow(axis, at, len(part))
-        place.copy_(source)
+        write(source, place, at)
         at += len(part or ())
-    return source.dtype
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -16,13 +16,15 @@ SEED = 1  # see tests/contract/test_models_geometries.py
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen2_vl", "qwen2_5_vl", "qwen3", "qwen3_moe", "qwen3_vl", "qwen3_moe_vl",
-                                  "qwen3_next", "qwen3_5_text", "qwen3_5_vl", "qwen3_5_moe_vl"])
+                                  "qwen3_next", "qwen3_5_text", "qwen3_5_vl", "qwen3_5_moe_vl", "qwen3_moe with whole experts"])
 async def test_tp2_to_pp2_equals_transformers(name: str, tmp_path: Path) -> None:
+    name, _, whole = name.partition(" ")
     folder, cluster = tiny.write(name, tmp_path / name, SEED), Cluster(tmp_path)
     shared = [f"model.path={folder}", "engine.kv_cache_tokens=8192", "engine.prefill_chunk_tokens=23"]
     prompts = prompts_for(name)
+    apart = [*shared, "pools.prefill.expert_parallel=true"] if whole else shared
     try:
-        prefill, decode = cluster.start_gang("prefill", 2, 1, shared)[0], cluster.start_gang("decode", 1, 2, shared)[0]
+        prefill, decode = cluster.start_gang("prefill", 2, 1, apart)[0], cluster.start_gang("decode", 1, 2, shared)[0]
         async with pair(prefill.address, decode.address) as both:
             answers = await asyncio.gather(*(both.ask(prompt) for prompt in prompts))
             await both.until_empty()

@@ -151,8 +151,8 @@ async def test_a_hello_is_shared_and_outlives_the_one_who_asked_first() -> None:
         assert len(links) == 1
 
 
-@pytest.mark.parametrize("change", [{"protocol": "4"}, {"kv_dtype": "bfloat16"}, {"weights_revision": "w2"},
-                                    {"memory_order": "kv[block,k|v,token,head,channel]"}])
+@pytest.mark.parametrize("change", [{"protocol": "4"}, {"kv_dtype": "bfloat16"}, {"kv_dtype": "float8_e4m3fn"},
+                                    {"weights_revision": "w2"}, {"memory_order": "kv[block,k|v,token,head,channel]"}])
 async def test_a_destination_of_another_layout_is_refused_and_the_source_serves_on(change: dict[str, str]) -> None:
     (name, theirs), = change.items()
     other = replace(LAYOUT, **change)  # type: ignore[arg-type]

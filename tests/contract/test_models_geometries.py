@@ -16,6 +16,7 @@ from torch import Tensor
 from slipstream import checkpoint as checkpoints
 from slipstream import sharding
 from slipstream.checkpoint import Checkpoint
+from slipstream.errors import ConfigError
 from slipstream.layers.parallel import Communicator
 from slipstream.models import registry
 from slipstream.models.qwen import CausalLM
@@ -86,6 +87,26 @@ def test_every_geometry_computes_what_the_whole_model_does(cases: dict[str, Case
             parts = ranks.part_of(case.plain.caches[index], case.checkpoint.layers[index], shard)
             for ours, theirs in zip(ranks.tensors_of(cache), parts, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (4, 1), (8, 1), (2, 2)])
+@pytest.mark.parametrize("name", ["qwen3_moe_vl", "qwen3_moe_mixed", "qwen3_next", "qwen3_5_moe_vl"])
+def test_whole_experts_on_each_rank(cases: dict[str, Case], name: str, tp: int, pp: int) -> None:
+    case = cases[name]
+    if tp == 8:
+        with pytest.raises(ConfigError, match=r"experts and intermediate sizes .*legal: 1, 2, 4"):
+            sharding.plan(case.checkpoint, tp=tp, pp=pp, expert_parallel=True)
+        return
+    geometry = sharding.plan(case.checkpoint, tp=tp, pp=pp, expert_parallel=True)
+
+    def compute(comm: Communicator) -> tuple[Tensor, list[int]]:
+        model = case.load(comm)
+        held = [len(each) for key, each in model.named_parameters() if ".experts." in key]
+        return case.compute(comm, model)[0], held
+
+    found = ranks.run(geometry, compute)
+    case.check(found[geometry.world - tp][0])
+    assert {count for _, held in found for count in held} == {8 // tp}
 
 
 def test_a_swapped_head_would_be_seen(cases: dict[str, Case]) -> None:

@@ -25,20 +25,21 @@ def layout(dtype: str = "float32", *, weights: str = "w1") -> CacheLayout:
               for i in (0, 1)]
     full = AttentionLayer(name="layers.2", kv_heads=2, head_size=16)
     return CacheLayout(model_name="rig", weights_revision=weights, layers=(*linear, full, AttentionLayer(
-        name="layers.3", kv_heads=2, head_size=16)), block_size=BLOCK_SIZE, kv_dtype=dtype, conv_dtype=dtype)
+        name="layers.3", kv_heads=2, head_size=16)), block_size=BLOCK_SIZE, kv_dtype=dtype,
+        conv_dtype="bfloat16" if dtype.startswith("float8") else dtype)
 
 
 def tensors(of: CacheLayout, seed: int | None) -> dict[str, Tensor]:
     """Random contents for a source, zeros (seed None) for a destination."""
     generator = torch.Generator().manual_seed(seed or 0)
-    dtype = getattr(torch, of.kv_dtype)
+    dtype, conv_dtype = getattr(torch, of.kv_dtype), getattr(torch, of.conv_dtype)
     found: dict[str, Tensor] = {}
     for layer in of.layers:
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
         if isinstance(layer, AttentionLayer):
             shapes = {"kv": ((BLOCKS, layer.kv_heads, 2, of.block_size, layer.head_size), dtype)}
         else:
-            shapes = {"conv": ((SLOTS, sum(layer.conv_segments), layer.conv_width - 1), dtype),
+            shapes = {"conv": ((SLOTS, sum(layer.conv_segments), layer.conv_width - 1), conv_dtype),
                       "recurrent": ((SLOTS, layer.value_heads, layer.key_head_size, layer.value_head_size), torch.float32)}
         for kind, (shape, kind_dtype) in shapes.items():
             values = torch.randn(shape, generator=generator) if seed is not None else torch.zeros(shape)

@@ -139,8 +139,8 @@ def test_the_tie_is_said_at_the_top_or_in_the_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("text", "vision", "top", "words"), [
-    ({}, {}, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config is not supported"),
-    ({"quantization_config": {"quant_method": "fp8"}}, {}, {}, "quantization_config is not supported"),
+    ({}, {}, {"quantization_config": {"quant_method": "awq"}}, "quant_method 'awq' is not supported; known: fp8"),
+    ({"quantization_config": {"quant_method": "awq"}}, {}, {}, "quant_method 'awq' is not supported"),
     ({"hidden_act": "relu"}, {}, {}, "hidden_act 'relu' is not supported; known: silu"),
     ({"attn_output_gate": False}, {}, {}, "attn_output_gate false"),
     ({"use_sliding_window": True}, {}, {}, "use_sliding_window"),

@@ -75,6 +75,8 @@ def test_pools_of_a_file_replace_the_default_ones(tmp_path: Path) -> None:
     ("transfer.image_store_bytes=-1", "transfer.image_store_bytes must be at least 0, not -1"),
     ("transfer.rdma.quarantine_seconds=-1", "transfer.rdma.quarantine_seconds must be at least 0, not -1"),
     ("transfer.rdma.engine=nixxl", "transfer.rdma.engine must be one of auto, nixl, mooncake, not 'nixxl'; did you mean nixl?"),
+    ("engine.kv_dtype=fp8_e4m2",
+     "engine.kv_dtype must be one of auto, fp8_e4m3, not 'fp8_e4m2'; did you mean fp8_e4m3?"),
     ("transfer.channel=gprc", "transfer.channel must be one of auto, local, rdma, grpc, not 'gprc'; did you mean grpc?"),
     ("transfer.channel=x", "transfer.channel must be one of auto, local, rdma, grpc, not 'x'"),
     ("pools.decode.tp=0", "pools.decode.tp must be at least 1, not 0"),

@@ -136,6 +136,7 @@ def test_other_pools_and_numbers_of_replicas_do_not_matter_to_an_adoption() -> N
 
 @pytest.mark.parametrize(("setting", "message"), [
     ("tp=3", r"pools.decode: tp 3 does not cut \S+ evenly .*; legal: 1, 2, 4"), ("pp=99", "pools.decode: pp must be 1 to 8"),
+    ("expert_parallel=true", "pools.decode: expert_parallel: .* has no experts"),
     ("stages=[1,2]", r"pools.decode: stages \[1, 2\] must be 1 positive"),
 ])
 def test_a_cut_that_the_model_does_not_allow_is_named_with_those_that_it_does(setting: str, message: str) -> None:

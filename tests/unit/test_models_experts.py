@@ -27,7 +27,7 @@ from slipstream.models.qwen import CausalLM
 from slipstream.sharding import Geometry, Shard, heads_of
 from slipstream.types import LinearLayer
 from tests.support.counting import Counting
-from tests.support.small import random_model, sparse_checkpoint
+from tests.support.small import hybrid_checkpoint, random_model, sparse_checkpoint
 
 CPU = torch.device("cpu")
 STEM = "model.layers.1.mlp.experts"
@@ -107,9 +107,9 @@ def load(checkpoint: Checkpoint, comm: Communicator | None = None) -> CausalLM:
     return registry.load(checkpoint, dtype=torch.float32, device=CPU, comm=comm)
 
 
-def rank_of(tp: int, rank: int, stages: tuple[int, ...] = (2,)) -> Communicator:
+def rank_of(tp: int, rank: int, stages: tuple[int, ...] = (2,), expert_parallel: bool = False) -> Communicator:
     comm = Alone(2)
-    comm.shard = Shard(geometry=Geometry(tp=tp, stages=stages), rank=rank)
+    comm.shard = Shard(geometry=Geometry(tp=tp, stages=stages, expert_parallel=expert_parallel), rank=rank)
     return comm
 
 
@@ -137,6 +137,26 @@ def test_a_rank_reads_its_channels_of_every_expert(tmp_path: Path, monkeypatch: 
         assert torch.equal(found["model.layers.1.mlp.gate.weight"], whole["model.layers.1.mlp.gate.weight"])
         assert not any(each.is_meta for each in model.parameters())
         assert sum(read.values()) == sum(each.nbytes for each in found.values())
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_rank_reads_its_own_experts_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, tp: int) -> None:
+    checkpoint = on_disk(tmp_path, layout)
+    whole = dict(random_model(checkpoint).named_parameters())
+    for rank in range(tp):
+        read: dict[str, int] = {}
+        monkeypatch.setattr(weights, "safe_open", lambda path, framework, read=read: Counting(path, framework, read))
+        found = dict(load(checkpoint, rank_of(tp, rank, expert_parallel=True)).named_parameters())
+        own = slice(rank * 4 // tp, (rank + 1) * 4 // tp)
+        assert torch.equal(found[GATE_UP], whole[GATE_UP][own])
+        assert torch.equal(found[DOWN], whole[DOWN][own])
+        assert sum(read.values()) == sum(each.nbytes for each in found.values())
+
+
+def test_only_a_model_with_experts_can_keep_them_whole() -> None:
+    with pytest.raises(ConfigError, match="expert_parallel: Qwen3_5ForCausalLM has no experts"):
+        sharding.plan(hybrid_checkpoint(), tp=2, pp=1, expert_parallel=True)
 
 
 @pytest.mark.parametrize("wide", [32, 16, 24])

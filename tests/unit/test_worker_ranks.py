@@ -36,6 +36,7 @@ def test_a_rank_knows_its_place() -> None:
 
 @pytest.mark.parametrize(("cut", "said", "words"), [
     ({"tp": 3}, {}, "tp 3 does not cut .* legal: 1, 2, 4"),
+    ({"tp": 2, "expert_parallel": True}, {}, "has no experts"),
     ({"pp": 9}, {}, "pp must be 1 to 8"),
     ({"pp": 2, "stages": (3, 3)}, {}, "must be 2 positive numbers of layers, 8 together"),
     ({"stages": (3, 5)}, {"master": ""}, "must be 1 positive numbers of layers"),

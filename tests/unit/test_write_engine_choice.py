@@ -47,7 +47,7 @@ def test_none_says_what_to_install(monkeypatch: pytest.MonkeyPatch, name: str) -
 
 
 def test_the_configuration_knows_the_same_names() -> None:
-    assert ("auto", *engines.KNOWN) == config.ENGINES
+    assert ("auto", *engines.KNOWN) == config.NAMES["transfer.rdma.engine"]
 
 
 def test_faults_that_are_on_are_named_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
