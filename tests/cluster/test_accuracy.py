@@ -1,4 +1,4 @@
-"""The demo model is as good through a split deployment as in transformers, task by task, and where it is wrong equally wrong."""
+"""The demo model is as good split as in transformers, task by task, and where it is wrong it is equally wrong."""
 
 from __future__ import annotations
 

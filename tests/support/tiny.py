@@ -94,6 +94,9 @@ _MODELS: dict[str, Callable[[], Any]] = {
     "qwen3_next": lambda: transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**_NEXT)),
 }
 NAMES = tuple(_MODELS)
+FAMILIES = tuple(name for name in NAMES if name not in ("qwen3_tied_vl", "qwen3_5_text_tied", "qwen3_moe_mixed",
+                                                        "qwen3_5_moe_text"))
+"""Without further variants of one family."""
 
 
 def declared(name: str) -> Any:
