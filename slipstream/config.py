@@ -17,7 +17,7 @@ from slipstream.errors import ConfigError
 from slipstream.types import Role
 
 NAMES = {"transfer.channel": ("auto", "local", "rdma", "grpc"), "transfer.rdma.engine": ("auto", "nixl", "mooncake"),
-         "engine.kv_dtype": ("auto", "fp8_e4m3")}
+         "engine.kv_dtype": ("auto", "fp8_e4m3"), "engine.state_dtype": ("float32", "bfloat16")}
 """What keys may say that choose one of several by its name."""
 
 
@@ -52,6 +52,9 @@ class EngineConfig:
     kv_dtype: str = "auto"
     """`auto`: KV in the model's dtype; `fp8_e4m3`: in one byte a number, divided by the checkpoint's `k_scale` and `v_scale` of
     each layer, or by 1 where it has none. Must be equal on both sides."""
+    state_dtype: str = "float32"
+    """Recurrent states of linear-attention layers between steps; `bfloat16` halves them, and rounds them with every token. Must
+    be equal on both sides."""
     max_running: int = 64
     """Sequences in one step; also the number of recurrent-state slots."""
     max_batch_tokens: int = 1024
