@@ -171,15 +171,18 @@ def test_a_resumed_request_has_positions_for_its_output_too() -> None:
 
 
 def test_a_prompt_one_short_of_the_context_is_computed_to_its_end(tmp_path: Path) -> None:
-    """MR-18: on a real model; no table is too short."""
+    """MR-18: on a real model, with transformers' logits; no table is too short."""
     folder = tiny.write("qwen3_5_vl", tmp_path)
     checkpoint = checkpoints.read(folder)
     model = registry.load(checkpoint, dtype=torch.float32, device=torch.device("cpu"))
     engine = Engine(model, checkpoint, EngineConfig(kv_cache_tokens=512, max_running=1, max_context=300, state_snapshots=0))
     poison(engine)
-    tokens = np.random.default_rng(1).integers(0, 490, 299).tolist()
+    tokens, forward, seen = np.random.default_rng(1).integers(0, 490, 299).tolist(), model.forward, []
+    model.forward = lambda *args, **named: seen.append(forward(*args, **named)) or seen[-1]  # type: ignore[method-assign,func-returns-value,return-value]
     engine.submit(request("r", tokens, 50, ignore_eos=True))
-    assert run(engine).tokens["r"] == oracle.greedy(folder, tokens, [], 1)
+    expected = oracle.logits(folder, tokens)[-1]
+    assert run(engine).tokens["r"] == [int(expected.argmax())]
+    torch.testing.assert_close(seen[-1][0], expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("chunk", [16, 48])
