@@ -156,6 +156,36 @@ def test_the_default_state_keeps_what_the_storage_dtype_loses() -> None:
     assert off["bfloat16"] > 1e-3, "what is asked for is what one gets"
 
 
+@pytest.mark.parametrize("steps", [False, True])
+def test_in_bfloat16_only_what_goes_in_and_out_is_rounded(steps: bool) -> None:
+    """Facts: norms, decay and state are float32 in a bfloat16 model; in chunks and token by token, against float64."""
+    spec = dataclasses.replace(hybrid_checkpoint(), layers=hybrid_checkpoint().layers[:1])
+    layer: Any = random_model(spec, dtype=torch.bfloat16).model.layers["0"].linear_attn  # type: ignore[union-attr,operator]
+    generator = torch.Generator().manual_seed(2)
+    qkv = torch.randn(70, 64, generator=generator).bfloat16()
+    a, beta = torch.randn(70, 4, generator=generator).bfloat16(), torch.rand(70, 4, generator=generator)
+    decay = layer._decay(a)
+    assert torch.equal(decay, -layer.A_log.float().exp() * torch.nn.functional.softplus(a.float() + layer.dt_bias.float()))
+    (cache,) = caches.allocate(spec.layers, EngineConfig(), 1, torch.bfloat16, CPU)
+    assert isinstance(cache, LinearCache)
+    y, _ = layer.kernels.causal_conv(qkv[None], cache.conv[:1], layer.conv1d.weight[:, 0])
+    q, k, v = (part.reshape(70, heads, 8).double() for part, heads in zip(y[0].split([16, 16, 32], -1), (2, 2, 4), strict=True))
+    q, k = ((x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).repeat_interleave(2, 1) for x in (q, k))
+    state, exact = torch.zeros(4, 8, 8, dtype=torch.float64), []
+    for t in range(70):
+        state = state * decay[t].double().exp()[:, None, None]
+        update = (v[t] - torch.einsum("vke,vk->ve", state, k[t])) * beta[t].double()[:, None]
+        state = state + k[t][..., None] * update[:, None]
+        exact.append(torch.einsum("vke,vk->ve", state, q[t] * 8**-0.5))
+    one = torch.zeros(1, dtype=torch.int64)
+    out = (torch.cat([layer._step(qkv[t : t + 1], decay[t : t + 1], beta[t : t + 1], one, one, cache) for t in range(70)])
+           if steps else layer._chunk(qkv, decay, beta, None, 0, cache))
+    right = torch.stack(exact)
+    assert out.dtype == torch.bfloat16
+    assert bool(((out.double() - right).abs() <= right.abs() * 2.0**-8 + 1e-6).all()), "half a unit in the last place"
+    torch.testing.assert_close(cache.recurrent[0].double(), state, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(("tokens", "state"), [(1, 51_511_296), (100_000, 51_511_296)])
 def test_a_state_has_one_size_however_long_the_text(tokens: int, state: int) -> None:
     """Facts: (32 * 128 * 128 * 4 + 8192 * 3 * 2) * 24 bytes of Qwen3.5-4B; three columns of raw inputs, [heads, K, V]."""

@@ -189,6 +189,8 @@ def test_qwen3_5_as_it_is_published(tmp_path: Path) -> None:
     assert (found.rope.theta, found.eos_token_ids, found.dtype) == (1e7, {248046, 248044}, "bfloat16")
     assert (found.image_token_id, found.tie_embeddings, found.vision and found.vision.deepstack) == (248056, False, ())
     assert found.video is not None
+    assert found.image is not None
+    assert (found.image.min_pixels, found.image.max_pixels, found.image.mean) == (65536, 16777216, (0.5, 0.5, 0.5))
     with pytest.raises(CheckpointError, match="output_gate_type 'sigmoid' is not supported; known: swish"):
         published(tmp_path, "Qwen3_5ForConditionalGeneration", {**TEXT_27B, "output_gate_type": "sigmoid"})
 
