@@ -95,7 +95,7 @@ def test_what_was_received_is_there_at_the_first_step() -> None:
         seen.append(float(next(cache for cache in held if isinstance(cache, LinearCache)).recurrent[batch.sources[0], 0, 0, 0]))
         return forward(batch, held, *args, **named)
 
-    decode._runner._model.forward = watched  # type: ignore[method-assign]
+    decode._runner._model.forward = watched  # type: ignore[method-assign,assignment]
     asked = request("r", text(4, 11), 3)
     pair.submit(asked, ())
     while not pair.waiting and not seen:
@@ -131,11 +131,12 @@ def test_conv_and_recurrent_dtypes_are_their_own(said: dict[str, str], conv: tor
 def test_the_default_state_keeps_what_the_storage_dtype_loses() -> None:
     """HY-05: 2,000 tokens one by one through a real layer, whose slots an engine allocated, against float64."""
     spec = dataclasses.replace(hybrid_checkpoint(), layers=hybrid_checkpoint().layers[:1])
-    layer: Any = random_model(spec).model.layers["0"].linear_attn  # type: ignore[union-attr,operator]
+    layer: Any = random_model(spec).model.layers["0"].linear_attn
     layer.A_log.fill_(-3.0)  # a slow decay: the state remembers
     generator = torch.Generator().manual_seed(1)
     off: dict[str, float] = {}
-    exact, held = torch.zeros(4, 8, 8, dtype=torch.float64), {}
+    held: dict[str, Any] = {}
+    exact = torch.zeros(4, 8, 8, dtype=torch.float64)
     for name in ("float32", "bfloat16"):
         config = EngineConfig(state_dtype=name)
         (held[name],) = caches.allocate(spec.layers, config, 1, torch.float32, CPU)
@@ -160,7 +161,7 @@ def test_the_default_state_keeps_what_the_storage_dtype_loses() -> None:
 def test_in_bfloat16_only_what_goes_in_and_out_is_rounded(steps: bool) -> None:
     """Facts: norms, decay and state are float32 in a bfloat16 model; in chunks and token by token, against float64."""
     spec = dataclasses.replace(hybrid_checkpoint(), layers=hybrid_checkpoint().layers[:1])
-    layer: Any = random_model(spec, dtype=torch.bfloat16).model.layers["0"].linear_attn  # type: ignore[union-attr,operator]
+    layer: Any = random_model(spec, dtype=torch.bfloat16).model.layers["0"].linear_attn
     generator = torch.Generator().manual_seed(2)
     qkv = torch.randn(70, 64, generator=generator).bfloat16()
     a, beta = torch.randn(70, 4, generator=generator).bfloat16(), torch.rand(70, 4, generator=generator)
@@ -189,7 +190,7 @@ def test_in_bfloat16_only_what_goes_in_and_out_is_rounded(steps: bool) -> None:
 @pytest.mark.parametrize(("tokens", "state"), [(1, 51_511_296), (100_000, 51_511_296)])
 def test_a_state_has_one_size_however_long_the_text(tokens: int, state: int) -> None:
     """Facts: (32 * 128 * 128 * 4 + 8192 * 3 * 2) * 24 bytes of Qwen3.5-4B; three columns of raw inputs, [heads, K, V]."""
-    assert (32 * 128 * 128 * 4 + 8192 * 3 * 2) * 24 == state
+    assert state == (32 * 128 * 128 * 4 + 8192 * 3 * 2) * 24
     assert layout(layers(24, range(0))).bytes_necessary(tokens) == (0, state)
     assert "recurrent[slot,value_head,key,value]" in layout(()).memory_order, "vLLM's and AITER's is the other way round"
 

@@ -95,7 +95,7 @@ def dense(count: int, tied: bool = False) -> Checkpoint:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_embedding_is_on_the_first_stage_and_the_head_on_the_last(tied: bool, tmp_path: Path) -> None:
-    """LD-04, LD-05: of four; what the two in the middle hold is their layers. A tied head is the embedding, held by the last."""
+    """LD-04, LD-05: of four; what the two in the middle hold is their layers. A tied head is a copy."""
     checkpoint = on_disk(tmp_path, dense(4, tied))
     found = stages(checkpoint, 1, 1, 1, 1)
     ends = [{name for name in part if ".layers." not in name} for part in found]
@@ -186,7 +186,7 @@ def test_qwen3_5_as_it_is_published(tmp_path: Path) -> None:
                                           value_head_size=128, conv_width=4)
     assert found.layers[3] == AttentionLayer(name="layers.3", kv_heads=4, head_size=256)
     assert (found.rope.rotary_size, found.rope.mrope_section, found.rope.mrope_interleaved) == (64, (11, 11, 10), True)
-    assert (found.rope.theta, found.eos_token_ids, found.dtype) == (1e7, {248046, 248044}, "bfloat16")
+    assert (found.rope.theta, sorted(found.eos_token_ids), found.dtype) == (1e7, [248044, 248046], "bfloat16")
     assert (found.image_token_id, found.tie_embeddings, found.vision and found.vision.deepstack) == (248056, False, ())
     assert found.video is not None
     assert found.image is not None
@@ -222,8 +222,18 @@ def test_norms_round_where_transformers_rounds() -> None:
     ours = {kind: reference.rms_norm(x, weight, 1e-6, kind) for kind in (True, False)}
     assert torch.equal(ours[True], theirs(Qwen3_5RMSNorm(96)))
     assert torch.equal(ours[False], theirs(Qwen3RMSNorm(96)))
-    assert not torch.equal(((1 + weight) * (x.float() / (x.float().square().mean(-1, True) + 1e-6).sqrt()).bfloat16()), ours[True])
+    normed = (x.float() / (x.float().square().mean(-1, True) + 1e-6).sqrt()).bfloat16()
+    assert not torch.equal((1 + weight) * normed, ours[True])
     assert torch.equal(reference.gated_rms_norm(x, gate, weight, 1e-6), theirs(Qwen3_5RMSNormGated(96), gate))
+
+
+def test_odds_of_experts_are_those_of_float32() -> None:
+    """Facts: softmax in float32 over all experts, then the likeliest, then to 1, then one rounding."""
+    logits = (torch.randn(64, 32, generator=torch.Generator().manual_seed(0)) * 3).bfloat16()
+    odds, chosen = logits.float().softmax(-1).topk(4, -1)
+    found, weights = reference.top_experts(logits, 4, True)
+    assert torch.equal(found, chosen)
+    assert torch.equal(weights, (odds / odds.sum(-1, keepdim=True)).bfloat16())
 
 
 def test_the_same_chunks_give_the_same_bits_after_a_handoff(tmp_path: Path) -> None:

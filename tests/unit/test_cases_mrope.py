@@ -25,7 +25,7 @@ from slipstream.layers.batch import ForwardBatch
 from slipstream.models import registry
 from slipstream.positions import mrope_positions
 from slipstream.text import images
-from slipstream.types import Grid, RequestId
+from slipstream.types import Grid, RequestId, TokenEvent
 from tests.support import oracle, tiny
 from tests.support.engine_driver import Recorder, poison, request, run
 from tests.support.engine_pair import Pair
@@ -105,7 +105,7 @@ def test_a_text_after_a_picture_has_no_delta() -> None:
     engine.submit(request("text", text(7, 9), 4))
     assert engine.mrope(RequestId(name="text")).delta == 0
     assert run(engine).tokens == {"text": expected(text(7, 9), 4)}
-    assert sum(seen, []) == [[place] * 3 for place in range(9 + 3)]
+    assert [row for rows in seen for row in rows] == [[place] * 3 for place in range(9 + 3)]
 
 
 def test_decode_counts_on_from_the_prompt() -> None:
@@ -134,7 +134,7 @@ def test_a_hit_has_the_positions_of_the_whole_prompt(more: int) -> None:
     found = run(engine)
     cached = engine.counters().cached_tokens
     assert cached == 28, "whole blocks of 4"
-    assert sum(seen, [])[: len(whole) - cached] == whole[cached:]
+    assert [row for rows in seen for row in rows][: len(whole) - cached] == whole[cached:]
     assert found.tokens == {"longer": answer([*values, *question], whole, delta, 3)}
 
 
@@ -163,7 +163,7 @@ def test_a_resumed_request_has_positions_for_its_output_too() -> None:
     right = answer(values, whole, delta, 16)
     seen = watch(model)
     engine.submit(request("again", asked.tokens, 16, grids=[PICTURE], images=asked.images, output=right[:10]), pixels)
-    events = []
+    events: list[TokenEvent] = []
     while engine.has_work:
         events += engine.step().events
     assert [(event.index, event.token) for event in events] == list(enumerate(right))[10:]
@@ -177,8 +177,15 @@ def test_a_prompt_one_short_of_the_context_is_computed_to_its_end(tmp_path: Path
     model = registry.load(checkpoint, dtype=torch.float32, device=torch.device("cpu"))
     engine = Engine(model, checkpoint, EngineConfig(kv_cache_tokens=512, max_running=1, max_context=300, state_snapshots=0))
     poison(engine)
-    tokens, forward, seen = np.random.default_rng(1).integers(0, 490, 299).tolist(), model.forward, []
-    model.forward = lambda *args, **named: seen.append(forward(*args, **named)) or seen[-1]  # type: ignore[method-assign,func-returns-value,return-value]
+    tokens = np.random.default_rng(1).integers(0, 490, 299).tolist()
+    of: Any = model
+    seen, forward = [], of.forward
+
+    def watched(*args: Any, **named: Any) -> Any:
+        seen.append(forward(*args, **named))
+        return seen[-1]
+
+    of.forward = watched
     engine.submit(request("r", tokens, 50, ignore_eos=True))
     expected = oracle.logits(folder, tokens)[-1]
     assert run(engine).tokens["r"] == [int(expected.argmax())]
@@ -196,7 +203,7 @@ def test_deepstack_features_are_cut_with_the_chunk(chunk: int, tmp_path: Path) -
     poison(engine)
     pixels = np.random.default_rng(2).integers(0, 256, (32 * 9, 32 * 9, 3), np.uint8)
     head = [*range(10, 20), tiny.VISION_START, *[tiny.IMAGE] * 81, tiny.VISION_END]
-    name = content_hash(*pixels.shape[:2], pixels.tobytes())
+    name = content_hash(32 * 9, 32 * 9, pixels.tobytes())
     for number, tail in enumerate(([7, 8, 9], [7, 8, 9], [11, 12])):
         tokens = [*head, *tail]
         engine.submit(request(f"r{number}", tokens, 8, grids=[Grid(t=1, h=18, w=18)], images=[name], ignore_eos=True), [pixels])

@@ -94,7 +94,7 @@ def test_ray_is_told_how_many_gpus_there_are_and_does_not_look(monkeypatch: pyte
         raise RuntimeError("seen")
 
     monkeypatch.setattr(pytest.importorskip("ray"), "init", init)
-    monkeypatch.setattr(session.processes, "descendants", lambda pid: ())  # it would end what it started
+    monkeypatch.setattr("launch.processes.descendants", lambda pid: ())  # it would end what it started
     for name in ("RAY_AUTH_TOKEN", "RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"):
         monkeypatch.setenv(name, "")
     for gpus in (0, 3):
