@@ -113,6 +113,7 @@ class _Sink:
         self.generation.dispatch.computed(self.run, self.role, message.attempt, _stats(message.stats))
 
     def on_finished(self, message: worker_pb2.Finished) -> None:
+        self.generation.leg_ended(self.run, self.role)
         self.generation.act(self.generation.dispatch.finished(self.run, self.role, message.attempt, _stats(message.stats),
                                                               handed_off=message.handed_off))
 
@@ -210,10 +211,15 @@ class Generation:
         else:
             self.act(self.dispatch.tokens(run, role, attempt, rows))
 
+    def leg_ended(self, run: int, role: Role) -> None:
+        """A worker did what it was asked for."""
+        self._workers.breakers.succeeded(self._runs[run].pair[role].id)
+
     def leg_failed(self, run: int, role: Role, attempt: int, error: SlipstreamError) -> None:
         """A worker says so, or was lost."""
         if known := self._runs.get(run):
             self._failed.add(known.pair[role].id)
+            self._workers.breakers.failed(known.pair[role].id, role, error)
         self.act(self.dispatch.failed(run, role, attempt, error, random.uniform(0.5, 1.0)))
 
     def act(self, actions: Sequence[Action]) -> None:
@@ -279,7 +285,8 @@ class Generation:
     def _place(self, run: int) -> None:
         """Choose a pair for a run, without those that have failed if there are others. Raises UnavailableError."""
         handle = self._next_handle()
-        pair = policy.choose(self._workers.views(), turn=handle, not_now=self._failed)
+        pair = policy.choose(self._workers.views(), turn=handle,
+                             not_now=self._failed | self._workers.breakers.open())
         self._runs[run] = _Run(pair={Role.PREFILL: pair.prefill, Role.DECODE: pair.decode}, handle=handle)
 
     async def _resume(self, action: Resume) -> None:
@@ -318,6 +325,7 @@ class Generation:
                 message.prefill_epoch = source.epoch
             asked = action.role
             self._workers.link(run.pair[asked].id).submit(message, _Sink(action.run, asked, self))
+            self._workers.breakers.sent(run.pair[asked].id)
         except SlipstreamError as error:
             self._breaks(action.run, asked, error)
 
@@ -334,8 +342,8 @@ class Generation:
             return
         run = self._runs[number]
         try:
-            replica = policy.another_decode(self._workers.views(), run.pair[Role.PREFILL], not_now=run.busy,
-                                            turn=run.handle)
+            replica = policy.another_decode(self._workers.views(), run.pair[Role.PREFILL], turn=run.handle,
+                                            not_now=run.busy | self._workers.breakers.open())
         except SlipstreamError as error:
             self.act(self.dispatch.broken(number, error))
             return
