@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -197,3 +200,20 @@ def test_a_lone_replica_is_asked_however_often_it_failed(router: Front, stage: S
     assert router.chat().status_code == 500
     stage.next(Plan(tokens=(5, 6, 7)))
     assert router.chat().status_code == 200
+
+
+# The commands ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_commands_take_a_key(locked: Front, stage: Stage) -> None:
+    def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "launch", *arguments, "--url", locked.url]
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, env={**os.environ, **environment})
+
+    refused = run("status")
+    assert refused.returncode == 1
+    assert "--api-key" in refused.stderr
+    assert run("status", "--api-key", "alice").returncode == 0
+    assert run("transfers", SLIPSTREAM_API_KEY="bob").returncode == 0
+    locked.answer("Yes.")
+    assert run("chat", "?", "--api-key", "alice").stdout == "Yes.\n"
