@@ -41,7 +41,7 @@ from slipstream.errors import (
 )
 from slipstream.observability.metrics import RouterMetrics
 from slipstream.rpc import convert
-from slipstream.types import Role, SamplingParams, StopParams
+from slipstream.types import Grammar, Role, SamplingParams, StopParams
 from slipstream.v1 import worker_pb2
 
 logger = logging.getLogger(__name__)
@@ -68,6 +68,7 @@ class GenerateRequest:
     choices: int = 1
     priority: int = 0
     cache_salt: str = ""
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,7 +314,8 @@ class Generation:
         message = worker_pb2.Submit(
             handle=run.handle, request_id=name, attempt=action.attempt, transfer_id=f"{name}/{run.secret}",
             tokens=request.prompt.tokens, output=action.output, choices=action.choices, priority=request.priority,
-            cache_salt=request.cache_salt, sampling=convert.sampling_to_pb(request.sampling),
+            cache_salt=request.cache_salt, grammar=convert.grammar_to_pb(request.grammar),
+            sampling=convert.sampling_to_pb(request.sampling),
             images=[convert.image_to_pb(picture.content_hash, picture.grid) for picture in request.prompt.pictures],
             remaining_ms=max(1, int((request.deadline - time.monotonic()) * 1000)))
         convert.stop_to_pb(request.stop, message)

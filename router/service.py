@@ -27,6 +27,7 @@ from router.limits import Limits
 from router.openai import ChatRequest, CompletionRequest, Options
 from router.prompt import PictureBytes, Prompt, PromptBuilder, Share
 from router.record import record
+from router.schemas import Schemas
 from router.stream import TextStream
 from router.workers import WorkerLink, Workers
 from slipstream import checkpoint as checkpoints
@@ -36,7 +37,7 @@ from slipstream.observability.metrics import RouterMetrics
 from slipstream.observability.record import Recorder
 from slipstream.rpc import convert
 from slipstream.rpc.security import OPEN, Security
-from slipstream.types import Role, StopParams
+from slipstream.types import Grammar, Role, StopParams
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,7 @@ class RouterService:
         self._idle = asyncio.Event()
         self._idle.set()
         self._running: set[Generation] = set()
+        self.schemas = Schemas(self.checkpoint, config.router.max_schema_bytes, config.router.schema_seconds)
         breakers = Breakers(config.router.breaker_failures, config.router.breaker_seconds,
                             lambda role: self.metrics.breakers.labels(role.value).inc())
         self.workers = Workers(self.model_name, self._workers_changed, config.router.worker_silence_seconds, security, breakers)
@@ -114,6 +116,7 @@ class RouterService:
     async def close(self) -> None:
         """End every connection."""
         await self.workers.close()
+        await self.schemas.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def drain(self) -> int:
@@ -176,6 +179,8 @@ class RouterService:
         share = Share(self._pictures)
         try:
             async with asyncio.timeout(max(0.0, deadline - arrived)):
+                if options.grammar is not None:
+                    await self.schemas.check(options.grammar)
                 prompt = await self._build(partial(build, share.take))
                 generation = self._generation(options, prompt, name, arrived, deadline)
                 await self.limits.wait(turn, prompt_tokens=len(prompt.tokens),
@@ -230,6 +235,7 @@ class RouterService:
         request = GenerateRequest(
             id=name, prompt=prompt, deadline=deadline, choices=options.n, priority=options.priority,
             cache_salt=options.cache_salt, sampling=sampling,
+            grammar=None if options.grammar is None else Grammar(text=options.grammar),
             stop=StopParams(max_tokens=max_tokens, min_tokens=options.min_tokens,
                             stop_token_ids=eos | frozenset(options.stop_token_ids)))
         limits = self.config.router

@@ -186,6 +186,10 @@ class RouterConfig:
     max_in_flight_tokens: int = 0
     """Tokens that running requests may be expected to take together, by their prompts and what outputs were long so far; 0: no
     limit."""
+    max_schema_bytes: int = 1 << 16
+    """Longest schema or grammar of a request, as it is sent to workers."""
+    schema_seconds: float = 2.0
+    """Longest time to compile one; then the request gets 400."""
     max_waiting: int = 128
     """Requests that may wait for their turn; the next one gets 429, or takes the place of one with a worse priority."""
     max_waiting_seconds: float = 30.0
@@ -364,7 +368,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
      "router.breaker_failures"),
     ("above 0", lambda value: value > 0,
      "transfer.stall_seconds transfer.lease_seconds transfer.connect_seconds ray.unresponsive_seconds "
-     "router.max_waiting_seconds router.breaker_seconds"),
+     "router.schema_seconds router.max_waiting_seconds router.breaker_seconds"),
     ("in (0, 1]", lambda value: 0 < value <= 1, "transfer.parked_fraction"),
     ("a share, 0 to 1", lambda value: 0 <= value <= 1,
      "transfer.faults.drop transfer.faults.duplicate transfer.faults.corrupt transfer.faults.cut"),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from router.policy import Replica, another_decode, choose, missing
 from router.stream import StopFilter
-from slipstream.errors import OverloadedError, UnavailableError
+from slipstream.errors import UnavailableError
 from slipstream.types import Role
 
 P, D = Role.PREFILL, Role.DECODE
