@@ -16,7 +16,7 @@ from cache_transfer.load import CacheLoader, Loaded
 from cache_transfer.regions import Landing
 from decode.admission import Admission, Busy, Need
 from slipstream.engine.engine import Engine, Reservation
-from slipstream.engine.sequence import Timing
+from slipstream.engine.sequence import Matcher, Timing
 from slipstream.errors import BusyError, ProtocolError, SlipstreamError
 from slipstream.types import TokenEvent
 from worker.gang import GangLoaded, GangLoader
@@ -37,6 +37,7 @@ class DecodeWorker:
 
     async def work(self, job: Job) -> None:
         """Until the last token."""
+        matcher = await self._replica.matcher(job.request)
         loaded = await self._load(job)
         job.stats.kv_bytes, job.stats.state_bytes = loaded.kv_bytes, loaded.state_bytes
         job.stats.transfer_seconds = loaded.seconds
@@ -44,7 +45,7 @@ class DecodeWorker:
         job.observer.landed(job.stats)
         goes_on = False
         try:
-            goes_on = await self._commit(job, loaded.handoff)
+            goes_on = await self._commit(job, loaded.handoff, matcher)
         finally:
             closing = asyncio.create_task(loaded.close(committed=goes_on or loaded.handoff.finished))
             self._closing.add(closing)
@@ -89,7 +90,7 @@ class DecodeWorker:
         self._admission.admitted(name)
         return reservation
 
-    async def _commit(self, job: Job, handoff: Handoff) -> bool:
+    async def _commit(self, job: Job, handoff: Handoff, matcher: Matcher | None) -> bool:
         """Start decoding; False if the first tokens ended every choice."""
         told = tuple(choice.choice for choice in handoff.choices)
         if told != job.request.choices:
@@ -98,7 +99,8 @@ class DecodeWorker:
             job.finish(handed_off=False)
             return False
         await self._replica.call(lambda engine: engine.commit(
-            job.request.id, first_tokens=[choice.first_token for choice in handoff.choices], mrope=handoff.mrope))
+            job.request.id, first_tokens=[choice.first_token for choice in handoff.choices], mrope=handoff.mrope,
+            matcher=matcher))
         return True
 
     async def clean_up(self, job: Job, error: SlipstreamError | None) -> None:

@@ -25,6 +25,8 @@ Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="a.b=c", h
 Model = Annotated[str | None, typer.Option("--model", help="A checkpoint folder, or a hub id in the local hub cache.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print what the router says, as JSON.")]
 Url = Annotated[str, typer.Option("--url", help="Where a router listens.")]
+Key = Annotated[str, typer.Option("--api-key", envvar="SLIPSTREAM_API_KEY", show_default=False, show_envvar=True,
+                                  help="For a router that wants one (router.keys_file).")]
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -104,24 +106,25 @@ def status(
     kernels: Annotated[bool, typer.Option("--kernels", help="Show what runs for each operation, and why.")] = False,
     ledger: Annotated[bool, typer.Option("--ledger", help="Show who holds how many KV blocks and state slots.")] = False,
     json_: AsJson = False,
+    key: Key = "",
 ) -> None:
     """Show replicas, health and load. Exit status 1 when the deployment takes no requests."""
     from launch import client
     from launch.status import show
 
-    fields = client.get(url, "/status?detail=1" if kernels or ledger else "/status")
+    fields = client.get(url, "/status?detail=1" if kernels or ledger else "/status", key=key)
     problem = client.health(url)
     show(url, fields, problem, kernels=kernels, ledger=ledger, as_json=json_)
     raise typer.Exit(1 if problem else 0)
 
 
 @app.command()
-def transfers(url: Url = DEFAULT_URL, json_: AsJson = False) -> None:
+def transfers(url: Url = DEFAULT_URL, json_: AsJson = False, key: Key = "") -> None:
     """Show the transfers in flight between prefill and decode replicas, and how far they are."""
     from launch import client
     from launch.transfers import show
 
-    show(client.get(url, "/status?detail=transfers"), as_json=json_)
+    show(client.get(url, "/status?detail=transfers", key=key), as_json=json_)
 
 
 @app.command()
@@ -132,13 +135,14 @@ def chat(
     max_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 512,
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.0,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show latencies and bytes moved, on stderr.")] = False,
+    key: Key = "",
 ) -> None:
     """Ask one question and stream the answer to stdout."""
     from launch import client
 
     answer = client.Answer()
     messages = [client.user_message(text, image or [])]
-    for piece in client.stream_chat(url, messages, answer, max_tokens=max_tokens, temperature=temperature):
+    for piece in client.stream_chat(url, messages, answer, max_tokens=max_tokens, temperature=temperature, key=key):
         typer.echo(piece, nl=False)
         sys.stdout.flush()
     typer.echo()
@@ -155,6 +159,7 @@ def scale(
     supervisor: Annotated[str, typer.Option(help="Address of the supervisor; not given: the router knows it.")] = "",
     config: ConfigFile = None,
     set_: Overrides = None,
+    key: Key = "",
 ) -> None:
     """Give pools of a running deployment other numbers of replicas, and wait for it.
 
@@ -174,7 +179,7 @@ def scale(
         if not pool or not count.isdigit():
             raise ConfigError(f"{one!r}: write it as POOL=N, for example decode=3")
         wanted[pool] = int(count)
-    address = supervisor or client.get(url, "/status").get("supervisor", "")
+    address = supervisor or client.get(url, "/status", key=key).get("supervisor", "")
     if not address:
         raise ConfigError(f"the router at {url} has no supervisor: its workers were named with --worker")
     for pool, now in sorted(directory.scale(address, wanted, trusted).items()):

@@ -9,6 +9,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import Any
@@ -42,9 +43,12 @@ class Answer:
         return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
 
 
-def get(url: str, path: str, timeout_seconds: float = 10.0) -> Any:
-    """The JSON body of a GET. Raises LaunchError when nothing listens, SlipstreamError for any other refusal."""
-    with _open(urllib.request.Request(_base(url) + path), timeout_seconds) as response:
+def get(url: str, path: str, timeout_seconds: float = 10.0, *, key: str = "") -> Any:
+    """The JSON body of a GET. `key`: for a router that wants one.
+
+    Raises LaunchError when nothing listens, SlipstreamError for any other refusal.
+    """
+    with _open(urllib.request.Request(_base(url) + path, headers=_authorization(key)), timeout_seconds) as response:
         return json.load(response)
 
 
@@ -73,15 +77,16 @@ def user_message(text: str, images: Sequence[Path] = ()) -> dict[str, Any]:
 
 
 def stream_chat(url: str, messages: Sequence[Mapping[str, Any]], answer: Answer, *, max_tokens: int = 512,
-                temperature: float = 0.0, timeout_seconds: float = 120.0) -> Iterator[str]:
+                temperature: float = 0.0, timeout_seconds: float = 120.0, key: str = "") -> Iterator[str]:
     """Ask, and yield the answer's text piece by piece; `answer` is filled on the way.
 
     Raises SlipstreamError when the router refuses, and when the stream breaks off.
     """
-    model = get(url, "/v1/models")["data"][0]["id"]
+    model = get(url, "/v1/models", key=key)["data"][0]["id"]
     body = {"model": model, "messages": list(messages), "stream": True, "max_tokens": max_tokens, "temperature": temperature}
     request = urllib.request.Request(_base(url) + "/v1/chat/completions", data=json.dumps(body).encode(), method="POST",
-                                     headers={"content-type": "application/json", "x-slipstream-report": "1"})
+                                     headers={"content-type": "application/json", "x-slipstream-report": "1",
+                                              **_authorization(key)})
     started = time.monotonic()
     with _open(request, timeout_seconds) as response:
         for chunk in _events(response):
@@ -112,6 +117,10 @@ def _events(response: HTTPResponse) -> Iterator[dict[str, Any]]:
         raise UnavailableError(f"the answer broke off: {error}") from error
 
 
+def _authorization(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
 def _base(url: str) -> str:
     """Where the router listens, from what people type: with or without http://, with or without the /v1 of OpenAI clients."""
     return (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
@@ -137,4 +146,5 @@ def _refusal(error: urllib.error.HTTPError) -> SlipstreamError:
         message = json.loads(body)["error"]["message"]
     except (ValueError, KeyError, TypeError):
         message = body.strip() or error.reason
-    return SlipstreamError(f"HTTP {error.code}: {message}")
+    hint = "; name it with --api-key or SLIPSTREAM_API_KEY" if error.code == HTTPStatus.UNAUTHORIZED else ""
+    return SlipstreamError(f"HTTP {error.code}: {message}{hint}")

@@ -59,7 +59,8 @@ class PrefillWorker:
         hashes = tuple(convert.image_from_pb(image)[0] for image in job.submit.images)
         pixels = await self._images.pin(hashes, IMAGE_SECONDS)
         held.images = hashes
-        await self._replica.call(lambda engine: engine.submit(job.request, pixels, transfer))
+        matcher = await self._replica.matcher(job.request)
+        await self._replica.call(lambda engine: engine.submit(job.request, pixels, transfer, matcher))
         first = await job.first_tokens
         self._unpin(held)
         transfer.finish(_handoff(job, first))

@@ -29,6 +29,7 @@ from router.reader import Piece, Reader
 from router.service import RouterService, Ticket, new_request_id, report
 from router.stream import DONE, Shape, error_body, event
 from slipstream.errors import (
+    AuthenticationError,
     CancelledError,
     DeadlineError,
     InternalError,
@@ -56,6 +57,7 @@ class App:
 
     def __init__(self, service: RouterService) -> None:
         self._service = service
+        self._open = {"/health", "/live"} | ({"/metrics"} if service.config.router.open_metrics else set())
         routes = [(_CHAT, self._chat, "POST"), (_COMPLETIONS, self._completion, "POST"),
                   ("/v1/models", self._models, "GET"), ("/v1/models/{name:path}", self._model, "GET"),
                   ("/health", self._health, "GET"), ("/live", self._live, "GET"), ("/metrics", self._metrics, "GET"),
@@ -63,6 +65,7 @@ class App:
         self._routes = Starlette(
             routes=[Route(path, self._guard(path, endpoint), methods=[method]) for path, endpoint, method in routes],
             exception_handlers={HTTPException: self._no_route})
+        self._routes.router.redirect_slashes = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """What the HTTP server calls."""
@@ -116,13 +119,13 @@ class App:
     async def _chat(self, request: Request) -> Response:
         deadline = self._deadline(request)
         parsed = openai.chat_request(await self._body(request, deadline))
-        begin = self._service.begin_chat(parsed, logs.request_id.get(), deadline)
+        begin = self._service.begin_chat(parsed, logs.request_id.get(), deadline, request.state.client)
         return await self._answer(request, await _unless_gone(request, begin), chat=True)
 
     async def _completion(self, request: Request) -> Response:
         deadline = self._deadline(request)
         parsed = openai.completion_request(await self._body(request, deadline))
-        begin = self._service.begin_completion(parsed, logs.request_id.get(), deadline)
+        begin = self._service.begin_completion(parsed, logs.request_id.get(), deadline, request.state.client)
         return await self._answer(request, await _unless_gone(request, begin), chat=False)
 
     async def _answer(self, request: Request, ticket: Ticket, *, chat: bool) -> Response:
@@ -228,6 +231,8 @@ class App:
             name, shown = _request_id(request)
             logs.request_id.set(name)
             try:
+                if path not in self._open:
+                    request.state.client = self._service.keys.client(request.headers.get("authorization"))
                 response = await endpoint(request)
             except SlipstreamError as error:
                 response = _failure(error)
@@ -247,6 +252,13 @@ class App:
 
     async def _no_route(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        try:
+            self._service.keys.client(request.headers.get("authorization"))
+        except AuthenticationError as refusal:
+            self._count("unmatched", refusal.http_status)
+            response = _failure(refusal)
+            response.headers["x-request-id"] = _request_id(request)[1]
+            return response
         self._count("unmatched", error.status_code)
         what = "no such path" if error.status_code == 404 else "this path does not take that method"
         body = {"error": {"message": what, "type": "invalid_request_error", "param": None, "code": "not_found"}}
@@ -287,6 +299,8 @@ def _failure(error: SlipstreamError) -> Response:
     if wait is None and error.http_status in (429, 503):
         wait = 1.0
     headers = {} if wait is None else {"retry-after": str(max(1, math.ceil(wait)))}
+    if error.http_status == 401:
+        headers["www-authenticate"] = "Bearer"
     return _respond(error_body(error), error.http_status, headers)
 
 

@@ -41,7 +41,7 @@ from slipstream.errors import (
 )
 from slipstream.observability.metrics import RouterMetrics
 from slipstream.rpc import convert
-from slipstream.types import Role, SamplingParams, StopParams
+from slipstream.types import Grammar, Role, SamplingParams, StopParams
 from slipstream.v1 import worker_pb2
 
 logger = logging.getLogger(__name__)
@@ -68,6 +68,7 @@ class GenerateRequest:
     choices: int = 1
     priority: int = 0
     cache_salt: str = ""
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +114,7 @@ class _Sink:
         self.generation.dispatch.computed(self.run, self.role, message.attempt, _stats(message.stats))
 
     def on_finished(self, message: worker_pb2.Finished) -> None:
+        self.generation.leg_ended(self.run, self.role)
         self.generation.act(self.generation.dispatch.finished(self.run, self.role, message.attempt, _stats(message.stats),
                                                               handed_off=message.handed_off))
 
@@ -210,10 +212,15 @@ class Generation:
         else:
             self.act(self.dispatch.tokens(run, role, attempt, rows))
 
+    def leg_ended(self, run: int, role: Role) -> None:
+        """A worker did what it was asked for."""
+        self._workers.breakers.succeeded(self._runs[run].pair[role].id)
+
     def leg_failed(self, run: int, role: Role, attempt: int, error: SlipstreamError) -> None:
         """A worker says so, or was lost."""
         if known := self._runs.get(run):
             self._failed.add(known.pair[role].id)
+            self._workers.breakers.failed(known.pair[role].id, role, error)
         self.act(self.dispatch.failed(run, role, attempt, error, random.uniform(0.5, 1.0)))
 
     def act(self, actions: Sequence[Action]) -> None:
@@ -279,7 +286,8 @@ class Generation:
     def _place(self, run: int) -> None:
         """Choose a pair for a run, without those that have failed if there are others. Raises UnavailableError."""
         handle = self._next_handle()
-        pair = policy.choose(self._workers.views(), turn=handle, not_now=self._failed)
+        pair = policy.choose(self._workers.views(), turn=handle,
+                             not_now=self._failed | self._workers.breakers.open())
         self._runs[run] = _Run(pair={Role.PREFILL: pair.prefill, Role.DECODE: pair.decode}, handle=handle)
 
     async def _resume(self, action: Resume) -> None:
@@ -306,7 +314,8 @@ class Generation:
         message = worker_pb2.Submit(
             handle=run.handle, request_id=name, attempt=action.attempt, transfer_id=f"{name}/{run.secret}",
             tokens=request.prompt.tokens, output=action.output, choices=action.choices, priority=request.priority,
-            cache_salt=request.cache_salt, sampling=convert.sampling_to_pb(request.sampling),
+            cache_salt=request.cache_salt, grammar=convert.grammar_to_pb(request.grammar),
+            sampling=convert.sampling_to_pb(request.sampling),
             images=[convert.image_to_pb(picture.content_hash, picture.grid) for picture in request.prompt.pictures],
             remaining_ms=max(1, int((request.deadline - time.monotonic()) * 1000)))
         convert.stop_to_pb(request.stop, message)
@@ -318,6 +327,7 @@ class Generation:
                 message.prefill_epoch = source.epoch
             asked = action.role
             self._workers.link(run.pair[asked].id).submit(message, _Sink(action.run, asked, self))
+            self._workers.breakers.sent(run.pair[asked].id)
         except SlipstreamError as error:
             self._breaks(action.run, asked, error)
 
@@ -334,8 +344,8 @@ class Generation:
             return
         run = self._runs[number]
         try:
-            replica = policy.another_decode(self._workers.views(), run.pair[Role.PREFILL], not_now=run.busy,
-                                            turn=run.handle)
+            replica = policy.another_decode(self._workers.views(), run.pair[Role.PREFILL], turn=run.handle,
+                                            not_now=run.busy | self._workers.breakers.open())
         except SlipstreamError as error:
             self.act(self.dispatch.broken(number, error))
             return

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from router.formats import response_grammar
 from router.messages import as_object, checked_message
 from slipstream.errors import InvalidRequestError
 
@@ -34,7 +35,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,), "suffix": ("",),
     "tools": ([],),
     "functions": ([],), "tool_choice": ("none", "auto"), "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],), "prompt_logprobs": (0, False), "web_search_options": (), "audio": (),
     "prediction": (), "chat_template": (),
     "chat_template_kwargs": ({},), "guided_json": (), "guided_regex": (), "reasoning_effort": (),
@@ -45,7 +45,8 @@ _IGNORED = frozenset({"user", "metadata", "store", "service_tier", "parallel_too
 _COMMON = frozenset({"model", "stream", "stream_options", "temperature", "top_p", "seed", "max_tokens", "stop",
                      "stop_token_ids", "ignore_eos", "min_tokens", "top_k", "min_p",
                      "presence_penalty", "frequency_penalty",
-                     "repetition_penalty", "logit_bias", "logprobs", "n", "best_of", "cache_salt", "priority"})
+                     "repetition_penalty", "logit_bias", "logprobs", "n", "best_of", "cache_salt", "priority",
+                     "response_format"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,8 @@ class Options:
     """Lower goes first."""
     cache_salt: str = ""
     """Requests of different salts share no cached prompt."""
+    grammar: str | None = None
+    """The form of the answer; None: it is free."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +161,7 @@ def _options(fields: Mapping[str, Any], logprobs: int | None) -> Options:
         model=model, stream=stream, include_usage=_include_usage(fields, stream),
         sampling=_sampling(fields, logprobs), max_tokens=_max_tokens(fields), stop=_stop(fields),
         stop_token_ids=_stop_token_ids(fields), ignore_eos=_bool(fields, "ignore_eos"), min_tokens=_min_tokens(fields),
-        n=_choices(fields), cache_salt=_cache_salt(fields),
+        n=_choices(fields), cache_salt=_cache_salt(fields), grammar=response_grammar(fields),
         priority=_integer(fields, "priority", -MAX_PRIORITY, MAX_PRIORITY) or 0)
 
 

@@ -18,13 +18,16 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from router import policy
+from router import keys, policy
+from router.admission import ANYBODY, Client, Turn
+from router.breaker import Breakers
 from router.generate import Bounds, GenerateRequest, Generation, Times
 from router.inspect import inspect
 from router.limits import Limits
 from router.openai import ChatRequest, CompletionRequest, Options
 from router.prompt import PictureBytes, Prompt, PromptBuilder, Share
 from router.record import record
+from router.schemas import Schemas
 from router.stream import TextStream
 from router.workers import WorkerLink, Workers
 from slipstream import checkpoint as checkpoints
@@ -34,7 +37,7 @@ from slipstream.observability.metrics import RouterMetrics
 from slipstream.observability.record import Recorder
 from slipstream.rpc import convert
 from slipstream.rpc.security import OPEN, Security
-from slipstream.types import Role, StopParams
+from slipstream.types import Grammar, Role, StopParams
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +59,7 @@ class Ticket:
     """By choice."""
     prompt_tokens: int
     share: Share
+    turn: Turn
 
 
 class RouterService:
@@ -70,7 +74,8 @@ class RouterService:
         self._own_context = min(config.engine.max_context or limit, limit)
         self.builder = PromptBuilder(self.checkpoint, config.router)
         self.metrics = RouterMetrics(CollectorRegistry())
-        self.limits = Limits(config.router.max_in_flight)
+        self.limits = Limits(config.router, self._limits_changed)
+        self.keys = keys.load(config.router.keys_file)
         self._pictures = PictureBytes(config.router.max_pictures_bytes)
         self._recorder = (Recorder(Path(config.debug.record_dir), "router", config.debug.record_bytes)
                           if config.debug.record_dir else None)
@@ -83,7 +88,10 @@ class RouterService:
         self._idle = asyncio.Event()
         self._idle.set()
         self._running: set[Generation] = set()
-        self.workers = Workers(self.model_name, self._workers_changed, config.router.worker_silence_seconds, security)
+        self.schemas = Schemas(self.checkpoint, config.router.max_schema_bytes, config.router.schema_seconds)
+        breakers = Breakers(config.router.breaker_failures, config.router.breaker_seconds,
+                            lambda role: self.metrics.breakers.labels(role.value).inc())
+        self.workers = Workers(self.model_name, self._workers_changed, config.router.worker_silence_seconds, security, breakers)
 
     @property
     def max_context(self) -> int:
@@ -108,6 +116,7 @@ class RouterService:
     async def close(self) -> None:
         """End every connection."""
         await self.workers.close()
+        await self.schemas.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def drain(self) -> int:
@@ -136,42 +145,46 @@ class RouterService:
         refused += [f"{one.replica_id} is restarting: {one.problem}" for one in self.workers.restarting]
         return f"{reason} ({'; '.join(refused[:3])})" if reason and refused else reason
 
-    async def begin_chat(self, request: ChatRequest, name: str, deadline: float) -> Ticket:
+    async def begin_chat(self, request: ChatRequest, name: str, deadline: float, client: Client = ANYBODY) -> Ticket:
         """Raises the SlipstreamError that refuses the request."""
-        return await self._begin(request.options, lambda take: self.builder.chat(request.messages, take), name, deadline)
+        return await self._begin(request.options, lambda take: self.builder.chat(request.messages, take), name, deadline,
+                                 client)
 
-    async def begin_completion(self, request: CompletionRequest, name: str, deadline: float) -> Ticket:
+    async def begin_completion(self, request: CompletionRequest, name: str, deadline: float,
+                               client: Client = ANYBODY) -> Ticket:
         """Raises the SlipstreamError that refuses the request."""
         prompt = request.prompt
         return await self._begin(
             request.options, lambda take: self.builder.text(prompt) if isinstance(prompt, str) else self.builder.ids(prompt),
-            name, deadline)
+            name, deadline, client)
 
     def end(self, ticket: Ticket) -> None:
         """The reader is done with it, however it ended. Call exactly once."""
         ticket.generation.close()
         ticket.share.close()
         self._running.discard(ticket.generation)
-        self._leave()
+        self.limits.leave(ticket.turn, ticket.generation.output_tokens)
         self._account(ticket.generation)
 
     async def _begin(self, options: Options, build: Callable[[Callable[[int], None]], Prompt], name: str,
-                     deadline: float) -> Ticket:
+                     deadline: float, client: Client) -> Ticket:
         arrived = time.monotonic()
         if options.model != self.model_name:
             raise ModelNotFoundError(f"the model that was asked for is not served here; this router serves {self.model_name}",
                                      field="model")
         if reason := self.problem():
             raise policy.refusal(reason)
-        self.limits.admit()
-        self._idle.clear()
-        self.metrics.in_flight.set(self.limits.in_flight)
+        turn = self.limits.enter(client, options.priority)
         generation: Generation | None = None
         share = Share(self._pictures)
         try:
             async with asyncio.timeout(max(0.0, deadline - arrived)):
+                if options.grammar is not None:
+                    await self.schemas.check(options.grammar)
                 prompt = await self._build(partial(build, share.take))
-            generation = self._generation(options, prompt, name, arrived, deadline)
+                generation = self._generation(options, prompt, name, arrived, deadline)
+                await self.limits.wait(turn, prompt_tokens=len(prompt.tokens),
+                                       most_output=options.n * generation.request.stop.max_tokens)
             self._running.add(generation)
             generation.start()
         except BaseException as error:
@@ -180,16 +193,16 @@ class RouterService:
                 self._running.discard(generation)
                 generation.close()
             if isinstance(error, TimeoutError):
-                raise DeadlineError("the request's deadline passed while its prompt was prepared") from error
+                raise DeadlineError("the request's deadline passed before it began") from error
             raise
         finally:
             if generation not in self._running:
-                self._leave()
+                self.limits.leave(turn)
         self.metrics.prompt_tokens.inc(len(prompt.tokens))
         hidden = generation.request.stop.stop_token_ids
         texts = tuple(TextStream(self.builder.tokenizer, options.stop, hidden, options.min_tokens) for _ in range(options.n))
         return Ticket(id=name, options=options, generation=generation, prompt_tokens=len(prompt.tokens), texts=texts,
-                      share=share)
+                      share=share, turn=turn)
 
     async def _build(self, build: Callable[[], Prompt]) -> Prompt:
         """On a thread, in turn. Whoever gives up before its turn leaves nothing behind; who does later keeps its thread for the
@@ -222,6 +235,7 @@ class RouterService:
         request = GenerateRequest(
             id=name, prompt=prompt, deadline=deadline, choices=options.n, priority=options.priority,
             cache_salt=options.cache_salt, sampling=sampling,
+            grammar=None if options.grammar is None else Grammar(text=options.grammar),
             stop=StopParams(max_tokens=max_tokens, min_tokens=options.min_tokens,
                             stop_token_ids=eos | frozenset(options.stop_token_ids)))
         limits = self.config.router
@@ -229,10 +243,13 @@ class RouterService:
                           Bounds(unread_bytes=limits.unread_bytes, max_resumes=limits.max_resumes,
                                  resume_wait_seconds=limits.resume_wait_seconds))
 
-    def _leave(self) -> None:
-        self.limits.leave()
-        self.metrics.in_flight.set(self.limits.in_flight)
-        if not self.limits.in_flight:
+    def _limits_changed(self) -> None:
+        admission = self.limits.admission
+        self.metrics.in_flight.set(admission.held)
+        self.metrics.waiting.set(admission.waiting)
+        if admission.held:
+            self._idle.clear()
+        else:
             self._idle.set()
 
     def _account(self, generation: Generation) -> None:
@@ -266,7 +283,8 @@ class RouterService:
     def status(self) -> dict[str, Any]:
         """What `slipstream status` shows."""
         return {"model": self.model_name, "problem": self.problem(), "in_flight": self.limits.in_flight,
-                "max_in_flight": self.limits.max_in_flight, "supervisor": self.workers.directory,
+                "waiting": self.limits.admission.waiting, "max_in_flight": self.config.router.max_in_flight,
+                "supervisor": self.workers.directory,
                 "replicas": [_describe(link) for link in self.workers.links()] + self._restarting()}
 
     async def details(self, detail: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import grpc
 import grpc.aio
 
+from router.breaker import Breakers
 from router.dispatch import Row
 from router.policy import Replica
 from router.silence import unless_silent
@@ -296,7 +297,8 @@ class Workers:
     """All links, from a fixed list of addresses or from the supervisor's Directory."""
 
     def __init__(self, model_name: str, on_change: Callable[[], None], silence_seconds: float = 10.0,
-                 security: Security = OPEN) -> None:
+                 security: Security = OPEN, breakers: Breakers | None = None) -> None:
+        self.breakers = breakers or Breakers(0, 0.0, lambda role: None)
         self._links: dict[str, WorkerLink] = {}
         self._model_name = model_name
         self._silence_seconds = silence_seconds

@@ -183,7 +183,26 @@ class RouterConfig:
     max_pictures_bytes: int = 1 << 30
     """Decoded pictures that all requests of a router may hold together; a request with pictures beyond it gets 429."""
     max_in_flight: int = 512
-    """Requests that this router has admitted and not ended; the next one gets 429."""
+    """Requests that run at once."""
+    max_in_flight_tokens: int = 0
+    """Tokens that running requests may be expected to take together, by their prompts and what outputs were long so far; 0: no
+    limit."""
+    max_schema_bytes: int = 1 << 16
+    """Longest schema or grammar of a request, as it is sent to workers."""
+    schema_seconds: float = 2.0
+    """Longest time to compile one; then the request gets 400."""
+    max_waiting: int = 128
+    """Requests that may wait for their turn; the next one gets 429, or takes the place of one with a worse priority."""
+    max_waiting_seconds: float = 30.0
+    """Longest wait for a turn; then the request gets 429."""
+    keys_file: str = ""
+    """TOML file with the API keys of clients and their limits (docs/security.md); empty: everybody may send requests."""
+    open_metrics: bool = True
+    """GET /metrics needs no API key."""
+    breaker_failures: int = 5
+    """Faults of a replica in a row after which it gets no requests while there are others; 0: any number."""
+    breaker_seconds: float = 10.0
+    """How long; one request tries the replica then."""
     request_timeout_seconds: float = 600.0
     """Deadline of a request that names none."""
     max_resumes: int = 3
@@ -346,9 +365,11 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
      "transfer.frame_bytes router.max_in_flight router.max_video_frames debug.record_bytes"),
     ("at least 0", lambda value: value >= 0,
      "engine.state_snapshots transfer.image_store_bytes transfer.rdma.quarantine_seconds transfer.faults.delay_seconds "
-     "transfer.faults.stall_at_bytes transfer.faults.bytes_per_second"),
+     "transfer.faults.stall_at_bytes transfer.faults.bytes_per_second router.max_in_flight_tokens router.max_waiting "
+     "router.breaker_failures"),
     ("above 0", lambda value: value > 0,
-     "transfer.stall_seconds transfer.lease_seconds transfer.connect_seconds ray.unresponsive_seconds"),
+     "transfer.stall_seconds transfer.lease_seconds transfer.connect_seconds ray.unresponsive_seconds "
+     "router.schema_seconds router.max_waiting_seconds router.breaker_seconds"),
     ("in (0, 1]", lambda value: 0 < value <= 1, "transfer.parked_fraction"),
     ("a share, 0 to 1", lambda value: 0 <= value <= 1,
      "transfer.faults.drop transfer.faults.duplicate transfer.faults.corrupt transfer.faults.cut"),

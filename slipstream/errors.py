@@ -45,6 +45,15 @@ class ContextLengthError(InvalidRequestError):
     code = "context_length_exceeded"
 
 
+class AuthenticationError(SlipstreamError):
+    """The API key is missing or not known here."""
+
+    code = "invalid_api_key"
+    http_status = 401
+    grpc_status = "UNAUTHENTICATED"
+    openai_type = "authentication_error"
+
+
 class ModelNotFoundError(SlipstreamError):
     """The named model is not served here."""
 

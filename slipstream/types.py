@@ -97,6 +97,20 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Grammar:
+    """The form that an answer must have."""
+
+    text: str
+    """As llguidance serialises it."""
+    think_start: int | None = None
+    """The token that may come first and begins what the form does not bind; None: there is none."""
+    think_end: int | None = None
+    """The token that ends it."""
+    thinks: bool = False
+    """The prompt has begun it already."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StopParams:
     """The token-level stops; stop strings are the router's."""
 

@@ -23,12 +23,13 @@ from slipstream.config import Config, TransferConfig, hub_cache
 from slipstream.engine import build
 from slipstream.engine.engine import Engine, StepResult
 from slipstream.engine.loop import EngineLoop
-from slipstream.engine.sequence import Timing
+from slipstream.engine.sequence import GenerationRequest, Matcher, Timing
 from slipstream.errors import SlipstreamError, UnavailableError
 from slipstream.layers.batch import AttentionCache, LayerCache
 from slipstream.layers.parallel import Communicator
 from slipstream.rpc.security import Security
 from slipstream.sharding import Geometry, Shard
+from slipstream.text.grammar import Grammars
 from slipstream.types import EngineLoad, RequestId, Role, TokenEvent
 from worker import ranks
 from worker.gang import GangLog
@@ -78,6 +79,17 @@ class Replica:
         self.geometry = shard.geometry if shard is not None else Geometry(stages=(len(self.checkpoint.layers),))
         self._memory = CacheMemory(self.layout, cache_tensors(self.checkpoint, self._engine.caches, shard), shard)
         self._loop: EngineLoop | None = None
+        self._grammars = Grammars(self.checkpoint.path, self.checkpoint.vocab_size, self.checkpoint.eos_token_ids)
+
+    async def matcher(self, request: GenerationRequest) -> Matcher | None:
+        """Of the request's grammar, after its output so far; None: it has none. Raises InvalidRequestError."""
+        grammar = request.grammar
+        if grammar is None:
+            return None
+        found = await asyncio.to_thread(self._grammars.matcher, grammar)
+        for token in request.output:
+            found.accept(token)
+        return found
 
     def channel_ends(self, *, replica_id: str, epoch: int, host: str, security: Security) -> tuple[CacheStore, CacheLoader]:
         """Rank 0's source and destination side of the cache-store channel; made on the event loop. Raises ConfigError."""

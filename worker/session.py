@@ -174,5 +174,5 @@ def make_job(submit: pb.Submit, role: Role, outbox: Session) -> Job:
         grids=tuple(grid for _, grid in images), images=tuple(name for name, _ in images),
         sampling=convert.sampling_from_pb(submit.sampling), stop=convert.stop_from_pb(submit),
         choices=tuple(submit.choices) or (0,), output=tuple(submit.output), priority=submit.priority,
-        cache_salt=submit.cache_salt)
+        cache_salt=submit.cache_salt, grammar=convert.grammar_from_pb(submit))
     return Job(submit, request, outbox, asyncio.get_running_loop().time() + submit.remaining_ms / 1000)

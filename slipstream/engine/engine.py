@@ -28,7 +28,7 @@ from slipstream.engine.prefix_cache import PrefixCache
 from slipstream.engine.prompt import Pixels, Prompt, Publisher, block_keys, prepare
 from slipstream.engine.runner import Run, Runner, RunResult, as_failure
 from slipstream.engine.scheduler import Scheduler
-from slipstream.engine.sequence import GenerationRequest, State, Timing
+from slipstream.engine.sequence import GenerationRequest, Matcher, State, Timing
 from slipstream.engine.sequence import Sequence as EngineSequence
 from slipstream.engine.state_pool import StatePool
 from slipstream.errors import (
@@ -122,8 +122,9 @@ class Engine:
 
     # Prefill, and both halves in one ----------------------------------------------------------------------------------
 
-    def submit(self, request: GenerationRequest, pixels: Sequence[Pixels] = (), publisher: Publisher | None = None) -> None:
-        """Queue a prompt. `pixels`: uint8 [H, W, 3] per grid.
+    def submit(self, request: GenerationRequest, pixels: Sequence[Pixels] = (), publisher: Publisher | None = None,
+               matcher: Matcher | None = None) -> None:
+        """Queue a prompt. `pixels`: uint8 [H, W, 3] per grid. `matcher`: of the request's grammar, after its output so far.
 
         With a publisher only the prompt and the first token of each choice are computed here: the sequence is then HANDED_OFF,
         even if those tokens finish it, and its memory stays until `release`. Without one it decodes here to its end.
@@ -131,6 +132,7 @@ class Engine:
         """
         sequence = self._sequence(request, split=publisher is not None)
         prompt = prepare(request, pixels, publisher, self._checkpoint, self._sees)
+        sequence.matcher = matcher
         self._scheduler.add(sequence)
         self._prompts[request.id] = prompt
 
@@ -183,7 +185,8 @@ class Engine:
         used = self._memory.blocks.blocks_for(sequence.prompt_tokens)
         return Reservation(blocks=sequence.blocks[:used], state_slot=sequence.state_slot, have_tokens=sequence.cached)
 
-    def commit(self, id: RequestId, *, first_tokens: Sequence[int], mrope: MropeState) -> None:
+    def commit(self, id: RequestId, *, first_tokens: Sequence[int], mrope: MropeState,
+               matcher: Matcher | None = None) -> None:
         """The reserved prompt's bytes are in: decode from the first token of each choice on, which are not reported again.
 
         A choice that its first token ends is not decoded. Raises InternalError for an id that is not reserved, or if all
@@ -195,6 +198,7 @@ class Engine:
         self._check_tokens(first_tokens, "first token")
         if sequence.state is not State.RESERVED:
             raise InternalError(f"{id} is {sequence.state.value}, not reserved")
+        sequence.matcher = matcher
         if all(sequence.finish_with(token) is not None for token in first_tokens):
             raise InternalError(f"the first tokens of {id} ended it: there is nothing to decode")
         self._scheduler.commit(sequence, first_tokens, self._clock())

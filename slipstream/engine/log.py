@@ -32,6 +32,7 @@ class WireDraw(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     choice: int
     index: int
     barred: tuple[int, ...] = ()
+    allowed: bytes | None = None
     prompt: bytes | None = None
     """int32."""
     outputs: tuple[int, ...] = ()
@@ -102,6 +103,7 @@ def draws_of(entry: Step, device: torch.device) -> list[Draw]:
     """What a step draws, for the sampler."""
     return [Draw(row=one.row, how=sampler.Draw(
         params=one.params, choice=one.choice, index=one.index, barred=frozenset(one.barred), outputs=one.outputs,
+        allowed=one.allowed,
         prompt=None if one.prompt is None else torch.tensor(np.frombuffer(one.prompt, dtype=np.int32).astype(np.int64),
                                                             device=device))) for one in entry.draws]
 
@@ -115,4 +117,4 @@ def _to_wire(draw: Draw) -> WireDraw:
     how = draw.how
     prompt = how.prompt.to("cpu", torch.int32).numpy().tobytes() if how.prompt is not None else None
     return WireDraw(row=draw.row, params=how.params, choice=how.choice, index=how.index, barred=tuple(sorted(how.barred)),
-                    prompt=prompt, outputs=() if how.plain else tuple(how.outputs))
+                    allowed=how.allowed, prompt=prompt, outputs=() if how.plain else tuple(how.outputs))

@@ -52,11 +52,14 @@ class Runner:
         a fault of the forward pass fails them all."""
         run = Run(chunks)
         failed = run.result.failed
+        allowed: dict[int, bytes] = {}
         for chunk in chunks:
             try:
                 self._encode(chunk, prompts[chunk.sequence.id])
+                if chunk.samples and chunk.sequence.matcher is not None:
+                    allowed[id(chunk)] = chunk.sequence.matcher.allowed()
             except Exception as error:
-                failed[chunk.sequence.id] = as_failure("encoding the images failed", chunk.sequence.id, error)
+                failed[chunk.sequence.id] = as_failure("preparing the step failed", chunk.sequence.id, error)
         run.going = [chunk for chunk in chunks if chunk.sequence.id not in failed]
         if not run.going:
             return run
@@ -75,7 +78,7 @@ class Runner:
             step, embeds = batches.build(run.going, prompts, self._block_size)
             samples = [chunk for chunk in run.going if chunk.samples]
             run.draws = [(chunk, choice) for chunk in samples for choice in chunk.sequence.choices]
-            draws = [Draw(row=row, how=self._how(chunk, choice, prompts[chunk.sequence.id]))
+            draws = [Draw(row=row, how=self._how(chunk, choice, prompts[chunk.sequence.id], allowed.get(id(chunk))))
                      for row, chunk in enumerate(samples) for choice in chunk.sequence.choices]
             published = [Published(request=chunk.sequence.id, tokens=chunk.end, last=chunk.samples)
                          for chunk, publisher in publishers if publisher is not None]
@@ -86,12 +89,12 @@ class Runner:
             run.fail(error)
         return run
 
-    def _how(self, chunk: Chunk, choice: int, prompt: Prompt) -> sampler.Draw:
+    def _how(self, chunk: Chunk, choice: int, prompt: Prompt, allowed: bytes | None) -> sampler.Draw:
         request, outputs = chunk.sequence.request, chunk.sequence.outputs
         if request.sampling.repetition_penalty != 1 and prompt.distinct is None:
             prompt.distinct = torch.tensor(sorted(set(request.tokens)), dtype=torch.int64, device=self._device)
         return sampler.Draw(params=request.sampling, choice=choice, index=len(outputs),
-                            barred=request.stop.barred(len(outputs)), prompt=prompt.distinct, outputs=outputs)
+                            barred=request.stop.barred(len(outputs)), prompt=prompt.distinct, outputs=outputs, allowed=allowed)
 
     def _encode(self, chunk: Chunk, prompt: Prompt) -> None:
         """Embed the images of a prompt when its first image row is reached; those that are cached whole are not needed."""

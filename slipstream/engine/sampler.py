@@ -11,6 +11,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -27,6 +28,8 @@ class Draw:
     index: int
     barred: frozenset[int] = frozenset()
     """Tokens that it may not be; ids outside of the vocabulary are no harm."""
+    allowed: bytes | None = None
+    """A bit for each token that it may be, the lowest of the first byte for token 0; None: all of them."""
     prompt: Tensor | None = None
     """int64, the prompt's tokens on the logits' device; needed for a repetition penalty."""
     outputs: Sequence[int] = ()
@@ -36,8 +39,8 @@ class Draw:
     def plain(self) -> bool:
         """True if the logits are taken as the model made them."""
         params = self.params
-        return not (self.barred or params.logit_bias or params.presence_penalty or params.frequency_penalty
-                    or params.repetition_penalty != 1)
+        return not (self.barred or self.allowed is not None or params.logit_bias or params.presence_penalty
+                    or params.frequency_penalty or params.repetition_penalty != 1)
 
 
 def uniform(seed: int, choice: int, index: int) -> float:
@@ -92,6 +95,9 @@ def _adjust(logits_V: Tensor, draw: Draw) -> Tensor:
         logits_V[torch.tensor(ids, device=device)] += torch.tensor(biases, dtype=logits_V.dtype, device=device)
     if barred := [token for token in draw.barred if token < size]:
         logits_V[torch.tensor(barred, device=device)] = -torch.inf
+    if draw.allowed is not None:
+        bits = torch.from_numpy(np.unpackbits(np.frombuffer(draw.allowed, dtype=np.uint8), count=size, bitorder="little"))
+        logits_V[~bits.to(device, torch.bool)] = -torch.inf
     outputs = torch.tensor(draw.outputs, dtype=torch.int64, device=device)
     if params.repetition_penalty != 1:
         assert draw.prompt is not None, "a repetition penalty needs the prompt"

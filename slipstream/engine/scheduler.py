@@ -294,7 +294,7 @@ class Scheduler:
         events = [TokenEvent(request=sequence.id, choice=choice, index=index, token=token, finish=sequence.finish_with(token))
                   for choice, token in zip(sequence.choices, tokens, strict=True)]
         if sequence.split:
-            sequence.outputs.append(tokens[0])
+            sequence.append(tokens[0])
             self._move(sequence, State.HANDED_OFF)
             return events
         branches, sequence.branches = sequence.branches, ()
@@ -303,11 +303,12 @@ class Scheduler:
                 self.end(branch)
                 continue
             self.memory.branch(sequence, branch)
-            branch.outputs.append(event.token)
+            branch.matcher = sequence.matcher.copy() if sequence.matcher is not None else None
+            branch.append(event.token)
             branch.started_at, branch.last_token_at = sequence.started_at, now
             self._move(branch, State.DECODING)
         sequence.choices = sequence.choices[:1]
-        sequence.outputs.append(tokens[0])
+        sequence.append(tokens[0])
         if events[0].finish is not None:
             self.end(sequence)
         elif sequence.state is State.COMPUTING:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from slipstream.engine.ledger import Owner, OwnerKind
 from slipstream.errors import InternalError
-from slipstream.types import FinishReason, Grid, RequestId, SamplingParams, StopParams
+from slipstream.types import FinishReason, Grammar, Grid, RequestId, SamplingParams, StopParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,24 @@ class GenerationRequest:
     """Lower goes first."""
     cache_salt: str = ""
     """Requests of different salts share no cached block."""
+    grammar: Grammar | None = None
+    """The form that each choice's text must have."""
+
+
+class Matcher(Protocol):
+    """How far a text of a given form is."""
+
+    def copy(self) -> Matcher:
+        """Another one that is as far."""
+
+    def allowed(self) -> bytes:
+        """A bit for each token that may come next, the lowest of the first byte for token 0."""
+
+    def accept(self, token: int) -> None:
+        """The next token, which is allowed."""
+
+    def ends_with(self, token: int) -> bool:
+        """True if nothing can follow this token."""
 
 
 class State(enum.Enum):
@@ -109,6 +128,8 @@ class Sequence:
     """Tokens beyond those that steps which have begun, and not ended, compute."""
     doomed: bool = False
     """It ends, and gives back what it holds, as soon as no step works on it any more."""
+    matcher: Matcher | None = None
+    """After `outputs`; None: the text is free."""
     outputs: list[int] = field(default_factory=list)
     """Of its choice; in a resumed request from the beginning."""
     begun: bool = False
@@ -174,7 +195,15 @@ class Sequence:
         stop = self.request.stop
         if not stop.ignore_eos and token in stop.stop_token_ids:
             return FinishReason.STOP
+        if self.matcher is not None and self.matcher.ends_with(token):
+            return FinishReason.STOP
         return FinishReason.LENGTH if len(self.outputs) + 1 >= self.max_outputs else None
+
+    def append(self, token: int) -> None:
+        """The next output."""
+        self.outputs.append(token)
+        if self.matcher is not None:
+            self.matcher.accept(token)
 
     def timing(self) -> Timing:
         """Seconds so far; zeros for what has not begun."""

@@ -24,6 +24,7 @@ class RouterMetrics:
         self.requests = counter("slipstream_router_requests", "Requests by route template and HTTP status; of a stream, of "
                                 "its end.", ("route", "code"), registry=registry)
         self.in_flight = Gauge("slipstream_router_in_flight", "Requests admitted and not ended.", registry=registry)
+        self.waiting = Gauge("slipstream_router_waiting", "Of those, requests that wait for their turn.", registry=registry)
         self.replicas = Gauge("slipstream_router_replicas", "Connected replicas by role.", ("role",), registry=registry)
         self.ttft = histogram("slipstream_router_ttft_seconds", "Arrival of the request to its first token.", buckets=_SLOW,
                               registry=registry)
@@ -43,6 +44,8 @@ class RouterMetrics:
                                ("code",), registry=registry)
         self.cached_tokens = counter("slipstream_router_cached_tokens", "Prompt tokens that prefill had cached.",
                                      registry=registry)
+        self.breakers = counter("slipstream_router_breakers_opened", "Replicas that failed so often in a row that they got no "
+                                "requests for a while, by role.", ("role",), registry=registry)
         self.decode_retries = counter("slipstream_router_decode_retries", "Decode attempts beyond the first.",
                                       registry=registry)
 

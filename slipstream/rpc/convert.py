@@ -6,7 +6,7 @@ import math
 
 from slipstream import errors
 from slipstream.errors import InternalError, InvalidRequestError, SlipstreamError
-from slipstream.types import EngineLoad, FinishReason, Grid, Logprobs, Role, SamplingParams, StopParams
+from slipstream.types import EngineLoad, FinishReason, Grammar, Grid, Logprobs, Role, SamplingParams, StopParams
 from slipstream.v1 import worker_pb2 as pb
 
 CONTENT_HASH_BYTES = 16
@@ -90,6 +90,21 @@ def sampling_from_pb(message: pb.Sampling) -> SamplingParams:
         repetition_penalty=message.repetition_penalty or 1.0,
         logit_bias=tuple(zip(message.biased_token, message.bias, strict=True)),
         logprobs=message.logprobs if message.HasField("logprobs") else None)
+
+
+def grammar_to_pb(grammar: Grammar | None) -> pb.Grammar | None:
+    """None: the text is free."""
+    return None if grammar is None else pb.Grammar(text=grammar.text, think_start=grammar.think_start,
+                                                   think_end=grammar.think_end, thinks=grammar.thinks)
+
+
+def grammar_from_pb(submit: pb.Submit) -> Grammar | None:
+    """Of a Submit."""
+    if not submit.HasField("grammar"):
+        return None
+    told = submit.grammar
+    return Grammar(text=told.text, think_start=told.think_start if told.HasField("think_start") else None,
+                   think_end=told.think_end if told.HasField("think_end") else None, thinks=told.thinks)
 
 
 def logprobs_to_pb(logprobs: Logprobs, row: int) -> pb.Logprobs:

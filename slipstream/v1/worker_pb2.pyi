@@ -347,6 +347,7 @@ class Submit(_message.Message):
     OUTPUT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """the router's number for this request; unique within the Session"""
     request_id: _builtins.str
@@ -394,6 +395,10 @@ class Submit(_message.Message):
         max_tokens, min_tokens, indexes and randomness go on as if nothing had happened.
         """
 
+    @_builtins.property
+    def grammar(self) -> Global___Grammar:
+        """not set: the text is free"""
+
     def __init__(
         self,
         *,
@@ -415,14 +420,56 @@ class Submit(_message.Message):
         output: _abc.Iterable[_builtins.int] | None = ...,
         priority: _builtins.int = ...,
         cache_salt: _builtins.str = ...,
+        grammar: Global___Grammar | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["grammar", b"grammar", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "choices", b"choices", "handle", b"handle", "ignore_eos", b"ignore_eos", "images", b"images", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "output", b"output", "prefill_addresses", b"prefill_addresses", "prefill_epoch", b"prefill_epoch", "priority", b"priority", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "tokens", b"tokens", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "choices", b"choices", "grammar", b"grammar", "handle", b"handle", "ignore_eos", b"ignore_eos", "images", b"images", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "output", b"output", "prefill_addresses", b"prefill_addresses", "prefill_epoch", b"prefill_epoch", "priority", b"priority", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "tokens", b"tokens", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Submit: _TypeAlias = Submit  # noqa: Y015
+
+@_typing.final
+class Grammar(_message.Message):
+    """The form that every choice's text must have."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    THINK_START_FIELD_NUMBER: _builtins.int
+    THINK_END_FIELD_NUMBER: _builtins.int
+    THINKS_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """as llguidance serialises it"""
+    think_start: _builtins.int
+    """a token that may come first: what follows is not bound by the form"""
+    think_end: _builtins.int
+    """up to this token"""
+    thinks: _builtins.bool
+    """the prompt has begun that already"""
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        think_start: _builtins.int | None = ...,
+        think_end: _builtins.int | None = ...,
+        thinks: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_think_end", b"_think_end", "_think_start", b"_think_start", "think_end", b"think_end", "think_start", b"think_start"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_think_end", b"_think_end", "_think_start", b"_think_start", "text", b"text", "think_end", b"think_end", "think_start", b"think_start", "thinks", b"thinks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__think_end: _TypeAlias = _typing.Literal["think_end"]  # noqa: Y015
+    _WhichOneofArgType__think_end: _TypeAlias = _typing.Literal["_think_end", b"_think_end"]  # noqa: Y015
+    _WhichOneofReturnType__think_start: _TypeAlias = _typing.Literal["think_start"]  # noqa: Y015
+    _WhichOneofArgType__think_start: _TypeAlias = _typing.Literal["_think_start", b"_think_start"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__think_end) -> _WhichOneofReturnType__think_end | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__think_start) -> _WhichOneofReturnType__think_start | None: ...
+
+Global___Grammar: _TypeAlias = Grammar  # noqa: Y015
 
 @_typing.final
 class Cancel(_message.Message):

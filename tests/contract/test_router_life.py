@@ -293,7 +293,7 @@ def test_two_workers_of_one_name_are_not_both_used(router: Front, stage: Stage) 
 
 def test_overload(router: Front, stage: Stage) -> None:
     workers = [stage.worker(role) for role in Role]
-    router.start([worker.address for worker in workers], "router.max_in_flight=4")
+    router.start([worker.address for worker in workers], "router.max_in_flight=4", "router.max_waiting=0")
     router.until_healthy()
     stage.default = Plan(tokens=LONG, hold_at=1)
     asked = [Later(router.chat) for _ in range(12)]

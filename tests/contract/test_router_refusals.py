@@ -77,7 +77,6 @@ NO_COUNTS: tuple[Any, ...] = (0, -1, 1.5, 2.0, True, "5", [], 1 << 70, math.nan)
         ("logit_bias", {"999999999": 5}),
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("tool_choice", "required"),
-        ("response_format", {"type": "json_object"}),
         ("response_format", {"type": "json_schema", "schema": {}}),
         ("response_format", "x"),
         ("stop", 5),

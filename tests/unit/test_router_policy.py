@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.limits import Limits
 from router.policy import Replica, another_decode, choose, missing
 from router.stream import StopFilter
-from slipstream.errors import OverloadedError, UnavailableError
+from slipstream.errors import UnavailableError
 from slipstream.types import Role
 
 P, D = Role.PREFILL, Role.DECODE
@@ -91,17 +90,6 @@ def test_replicas_that_failed_are_avoided_while_there_are_others() -> None:
     assert (pair.prefill.id, pair.decode.id) == ("p1", "d0")
     other_model = [replica("p0", P), replica("p1", P, "b"), replica("d0", D)]
     assert choose(other_model, turn=0, not_now={"p0"}).prefill.id == "p0", "the other one fits with no decode replica"
-
-
-def test_limits() -> None:
-    limits = Limits(2)
-    limits.admit()
-    limits.admit()
-    with pytest.raises(OverloadedError) as caught:
-        limits.admit()
-    assert caught.value.retry_after_seconds
-    limits.leave()
-    limits.admit()
 
 
 # Stop strings ----------------------------------------------------------------------------------------------------------
