@@ -49,9 +49,7 @@ class InferenceServer:
     def __init__(self, service: RouterService, security: Security) -> None:
         self._service = service
         self._security = security
-        limit = service.config.router
-        self._server = new_server(security, refusal=CLIENT_REFUSAL, max_receive_bytes=limit.max_body_bytes,
-                                  max_calls=2 * limit.max_in_flight + 256)
+        self._server = new_server(security, refusal=CLIENT_REFUSAL, max_receive_bytes=service.config.router.max_body_bytes)
         self._health = health.aio.HealthServicer()
         self._watch: asyncio.Task[None] | None = None
         streams: dict[str, Callable[[bytes, Context], Awaitable[None]]] = {"Generate": self._generate, "Chat": self._chat}

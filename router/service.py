@@ -154,6 +154,7 @@ class RouterService:
     async def tokens(self, model: str, build: Callable[[Callable[[int], None]], Prompt], deadline: float) -> tuple[int, ...]:
         """Of a prompt that is built and not computed. Raises the SlipstreamError that refuses it."""
         self._check_model(model)
+        self._admit()
         share = Share(self._pictures)
         try:
             async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
@@ -162,6 +163,7 @@ class RouterService:
             raise DeadlineError("the request's deadline passed while its prompt was prepared") from error
         finally:
             share.close()
+            self._leave()
 
     def _check_model(self, model: str) -> None:
         if model != self.model_name:
@@ -182,9 +184,7 @@ class RouterService:
         self._check_model(options.model)
         if reason := self.problem():
             raise policy.refusal(reason)
-        self.limits.admit()
-        self._idle.clear()
-        self.metrics.in_flight.set(self.limits.in_flight)
+        self._admit()
         generation: Generation | None = None
         share = Share(self._pictures)
         try:
@@ -247,6 +247,11 @@ class RouterService:
         return Generation(request, self.workers, self.metrics, Times(arrived=arrived), partial(next, self._numbers),
                           Bounds(unread_bytes=limits.unread_bytes, max_resumes=limits.max_resumes,
                                  resume_wait_seconds=limits.resume_wait_seconds))
+
+    def _admit(self) -> None:
+        self.limits.admit()
+        self._idle.clear()
+        self.metrics.in_flight.set(self.limits.in_flight)
 
     def _leave(self) -> None:
         self.limits.leave()

@@ -30,13 +30,12 @@ async def messages(requests: AsyncIterator[M]) -> AsyncIterator[M]:
         raise InvalidRequestError(f"bytes that are no message: {error}") from error
 
 
-def new_server(security: Security = OPEN, *, refusal: str = REFUSAL, max_receive_bytes: int = MAX_MESSAGE_BYTES,
-               max_calls: int | None = None) -> grpc.aio.Server:
-    """A server without services; add them, then `listen`. `max_calls`: more at once are refused."""
+def new_server(security: Security = OPEN, *, refusal: str = REFUSAL,
+               max_receive_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Server:
+    """A server without services; add them, then `listen`. `refusal`: what it says to whoever lacks the token."""
     options = {**dict(OPTIONS), "grpc.max_receive_message_length": max_receive_bytes, "grpc.so_reuseport": 0,
                "grpc.http2.min_ping_interval_without_data_ms": int(KEEPALIVE_SECONDS * 500)}
-    return grpc.aio.server(interceptors=security.interceptors(refusal), options=list(options.items()),
-                           maximum_concurrent_rpcs=max_calls)
+    return grpc.aio.server(interceptors=security.interceptors(refusal), options=list(options.items()))
 
 
 def split_address(address: str) -> tuple[str, int]:
