@@ -23,7 +23,7 @@ from router import openai
 from router.events import LINGER_SECONDS
 from router.reader import Reader
 from router.service import RouterService, Ticket, request_names
-from slipstream.errors import InternalError, InvalidRequestError, SlipstreamError
+from slipstream.errors import InternalError, InvalidRequestError, SlipstreamError, SlowClientError
 from slipstream.observability import logs
 from slipstream.rpc.security import CLIENT_REFUSAL, Security
 from slipstream.rpc.server import join_address, listen, new_server
@@ -132,8 +132,7 @@ class InferenceServer:
         try:
             await asyncio.wait((writing, late), return_when=asyncio.FIRST_COMPLETED)
             if not writing.done():
-                logger.warning("the client does not read; its call is cut off")
-                raise asyncio.CancelledError
+                raise SlowClientError("the request ended, and what it put out was not read; read faster")
             await writing
         finally:
             for task in (writing, late):
