@@ -156,8 +156,8 @@ class AsyncStream(AsyncIterator[Delta]):
         self._call: Any = None
         self._index = 0
         self._over = False
+        self._closed = False
         self._collector = Collector()
-        self._deltas: list[Delta] = []
 
     @property
     def request_id(self) -> str:
@@ -176,19 +176,21 @@ class AsyncStream(AsyncIterator[Delta]):
 
     def close(self) -> None:
         """Give the answer up, if it is not complete."""
-        self._over = True
+        self._closed = True
         if self._call is not None:
             self._call.cancel()
 
     async def __anext__(self) -> Delta:
-        while not self._deltas:
+        while not self._closed:
+            if (delta := self._collector.take()) is not None:
+                return delta
             if self._over:
-                raise StopAsyncIteration
-            self._deltas = self._collector.add(message)[::-1] if (message := await self._message()) is not None else []
-        return self._deltas.pop()
+                break
+            await self._next_message()
+        raise StopAsyncIteration
 
     def text(self, choice: int = 0) -> str:
-        """What has come of a choice."""
+        """What was read of a choice."""
         return self._collector.text(choice)
 
     async def answer(self) -> Answer:
@@ -197,8 +199,7 @@ class AsyncStream(AsyncIterator[Delta]):
             pass
         return self._collector.answer()
 
-    async def _message(self) -> Any:
-        """The next one; None at the end of an answer that is complete."""
+    async def _next_message(self) -> None:
         try:
             message = await (self._client.first(self._open, self._deadline) if self._call is None
                              else self._client.read(self._index, self._call))
@@ -207,11 +208,12 @@ class AsyncStream(AsyncIterator[Delta]):
             raise
         if message is None:
             self._over = True
-            self._collector.answer()
-        return message
+            self._collector.answer()  # raises for one that is not complete
+        else:
+            self._collector.add(message)
 
     async def _open(self, index: int, left: float | None) -> Any:
-        if self._over:
+        if self._closed:
             raise errors.CancelledError("the stream was closed")
         self._index, (name, message, kind) = index, self._ask
         self._call = self._client.open(index, name, message, kind, left, self._wished)

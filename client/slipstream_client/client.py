@@ -155,7 +155,6 @@ class Stream(Iterator[Delta]):
         self._closed = threading.Event()
         self._over = False
         self._collector = Collector()
-        self._deltas: list[Delta] = []
 
     @property
     def request_id(self) -> str:
@@ -178,14 +177,16 @@ class Stream(Iterator[Delta]):
             self._call.cancel()
 
     def __next__(self) -> Delta:
-        while not self._deltas:
-            if self._over or self._closed.is_set():
-                raise StopIteration
-            self._deltas = self._collector.add(message)[::-1] if (message := self._message()) is not None else []
-        return self._deltas.pop()
+        while not self._closed.is_set():
+            if (delta := self._collector.take()) is not None:
+                return delta
+            if self._over:
+                break
+            self._next_message()
+        raise StopIteration
 
     def text(self, choice: int = 0) -> str:
-        """What has come of a choice."""
+        """What was read of a choice."""
         return self._collector.text(choice)
 
     def answer(self) -> Answer:
@@ -194,8 +195,7 @@ class Stream(Iterator[Delta]):
             pass
         return self._collector.answer()
 
-    def _message(self) -> Any:
-        """The next one; None at the end of an answer that is complete."""
+    def _next_message(self) -> None:
         try:
             if self._call is None:
                 message = self._client.first(self._open, self._deadline, self._closed.wait)
@@ -209,8 +209,9 @@ class Stream(Iterator[Delta]):
             raise
         if message is None:
             self._over = True
-            self._collector.answer()
-        return message
+            self._collector.answer()  # raises for one that is not complete
+        else:
+            self._collector.add(message)
 
     def _open(self, index: int, left: float | None) -> Any:
         if self._closed.is_set():

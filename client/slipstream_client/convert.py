@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import TypeVar
@@ -26,7 +27,7 @@ def generate_request(request: GenerateRequest) -> pb.GenerateRequest:
         else:
             message.tokens.ids.extend(request.prompt)
         return _with_options(message, request)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AttributeError) as error:
         raise _unfit(error) from error
 
 
@@ -34,7 +35,7 @@ def chat_request(request: ChatRequest) -> pb.ChatRequest:
     """The same for a conversation."""
     try:
         return _with_options(pb.ChatRequest(messages=messages(request.messages)), request)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AttributeError) as error:
         raise _unfit(error) from error
 
 
@@ -44,7 +45,7 @@ def tokenize_request(given: str | Sequence[types.Message], model: str) -> pb.Tok
         if isinstance(given, str):
             return pb.TokenizeRequest(model=model, text=given)
         return pb.TokenizeRequest(model=model, conversation=pb.Conversation(messages=messages(given)))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AttributeError) as error:
         raise _unfit(error) from error
 
 
@@ -108,33 +109,38 @@ def load(told: pb.GetLoadResponse) -> types.Load:
 
 
 class Collector:
-    """The messages of one streamed answer: their deltas, and in the end all of it."""
+    """The messages of one streamed answer: their deltas one by one, and in the end all of it."""
 
     def __init__(self) -> None:
         self.request_id = ""
+        self._deltas: deque[Delta] = deque()
         self._texts: dict[int, list[str]] = {}
         self._logprobs: dict[int, list[TokenLogprob]] = {}
         self._reasons: dict[int, FinishReason] = {}
         self._usage: types.Usage | None = None
 
-    def add(self, message: pb.GenerateResponse | pb.ChatResponse) -> list[Delta]:
-        """What is new."""
-        found = []
-        for told in message.deltas:
-            delta = Delta(choice=told.choice, text=told.text, finish_reason=_REASONS.get(told.finish_reason),
-                          logprobs=tuple(_logprob(one.token, one.top) for one in told.logprobs))
-            self._texts.setdefault(delta.choice, []).append(delta.text)
-            self._logprobs.setdefault(delta.choice, []).extend(delta.logprobs)
-            if delta.finish_reason is not None:
-                self._reasons[delta.choice] = delta.finish_reason
-            found.append(delta)
+    def add(self, message: pb.GenerateResponse | pb.ChatResponse) -> None:
+        """A message has come."""
+        self._deltas.extend(Delta(choice=told.choice, text=told.text, finish_reason=_REASONS.get(told.finish_reason),
+                                  logprobs=tuple(_logprob(one.token, one.top) for one in told.logprobs))
+                            for told in message.deltas)
         if message.HasField("usage"):
             self._usage = types.Usage(prompt_tokens=message.usage.prompt_tokens, cached_tokens=message.usage.cached_tokens,
                                       completion_tokens=message.usage.completion_tokens)
-        return found
+
+    def take(self) -> Delta | None:
+        """The next delta that has come."""
+        if not self._deltas:
+            return None
+        delta = self._deltas.popleft()
+        self._texts.setdefault(delta.choice, []).append(delta.text)
+        self._logprobs.setdefault(delta.choice, []).extend(delta.logprobs)
+        if delta.finish_reason is not None:
+            self._reasons[delta.choice] = delta.finish_reason
+        return delta
 
     def text(self, choice: int) -> str:
-        """So far."""
+        """Of the deltas that were taken."""
         return "".join(self._texts.get(choice, ()))
 
     def answer(self) -> Answer:

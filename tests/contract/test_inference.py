@@ -2,45 +2,28 @@
 
 from __future__ import annotations
 
+import base64
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grpc
 import pytest
 from google.protobuf import descriptor_pb2
-from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc  # type: ignore[import-untyped]
-from grpc_status import rpc_status  # type: ignore[import-untyped]
 
 from router.inference import SERVICE
+from slipstream.errors import LaunchError
 from slipstream.types import Role
+from slipstream.v1 import worker_pb2
 from slipstream_client.v1 import inference_pb2 as pb
 from tests.support.fake_workers import Plan
+from tests.support.inference import Stub, chat, refused, text
 from tests.support.scripted_router import CHECKPOINT, CONTEXT, MODEL, REFUSING, SECRET, Front, front, picture
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-REPLIES = {"Generate": pb.GenerateResponse, "Chat": pb.ChatResponse, "Tokenize": pb.TokenizeResponse,
-           "ListModels": pb.ListModelsResponse, "GetLoad": pb.GetLoadResponse}
-
-
-class Stub:
-    """Calls of the service by their names."""
-
-    def __init__(self, router: Front, **options: int) -> None:
-        self.channel = grpc.insecure_channel(router.grpc, [(f"grpc.{key}", value) for key, value in options.items()])
-
-    def __call__(self, name: str, message: Any, **more: Any) -> Any:
-        kind = self.channel.unary_stream if name in ("Generate", "Chat") else self.channel.unary_unary
-        data = message if isinstance(message, bytes) else message.SerializeToString()
-        return kind(f"/{SERVICE}/{name}", None, REPLIES[name].FromString)(data, **{"timeout": 20.0, **more})  # type: ignore[arg-type]
-
-    def read(self, name: str, message: Any, **more: Any) -> list[Any]:
-        return list(self(name, message, **more))
-
-
 @pytest.fixture(scope="module")
 def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
     with front(tmp_path_factory.mktemp("router"), *REFUSING, "router.unread_bytes=4000", "router.max_in_flight=4",
@@ -59,32 +42,6 @@ def stub(router: Front) -> Iterator[Stub]:
     router.answer("fine")
     assert text(made.read("Chat", chat())) == "fine"
     made.channel.close()
-
-
-def chat(*parts: Any, **fields: Any) -> pb.ChatRequest:
-    said = [pb.Part(text=part) if isinstance(part, str) else part for part in parts or (SECRET,)]
-    return pb.ChatRequest(**{"messages": [pb.Message(role=pb.ROLE_USER, parts=said)], **fields})
-
-
-def text(messages: list[Any], choice: int = 0) -> str:
-    return "".join(delta.text for message in messages for delta in message.deltas if delta.choice == choice)
-
-
-def refused(ask: Callable[[], Any], code: grpc.StatusCode) -> tuple[grpc.RpcError, dict[str, Any]]:
-    """The error, and its details by their names, as google's own library reads them."""
-    with pytest.raises(grpc.RpcError) as caught:
-        ask()
-    error: Any = caught.value
-    assert error.code() is code, error
-    assert SECRET not in error.details()
-    status = rpc_status.from_call(error)  # raises if status and details do not agree
-    found = {}
-    for detail in status.details:
-        kind = getattr(error_details_pb2, detail.type_url.rpartition(".")[2])
-        found[kind.__name__] = kind.FromString(detail.value)
-    assert found["ErrorInfo"].domain == "slipstream"
-    assert found["RequestInfo"].request_id
-    return error, found
 
 
 # Answers ---------------------------------------------------------------------------------------------------------------
@@ -135,8 +92,6 @@ def test_a_prompt_of_ids_with_choices_and_logprobs(router: Front, stub: Stub) ->
 
 
 def test_pictures_as_bytes_and_as_urls(router: Front, stub: Stub) -> None:
-    import base64
-
     url = picture(64, 64)["image_url"]["url"]
     data = base64.b64decode(url.partition(",")[2])
     hashes = []
@@ -239,7 +194,7 @@ def test_bytes_that_are_no_message(router: Front, stub: Stub, name: str, data: b
 def test_a_message_that_is_too_long(router: Front, stub: Stub) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         stub.read("Chat", chat("x" * 2_100_000))
-    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED  # type: ignore[attr-defined]
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 def test_overload_says_when_to_come_back(router: Front, stub: Stub) -> None:
@@ -257,8 +212,6 @@ def test_overload_says_when_to_come_back(router: Front, stub: Stub) -> None:
 
 
 def test_a_worker_s_error_ends_the_stream(router: Front, stub: Stub) -> None:
-    from slipstream.v1 import worker_pb2
-
     router.answer("some words and more", decode_error=worker_pb2.ERROR_CODE_INTERNAL, error_at=3)
     call, came = stub("Chat", chat()), []
 
@@ -281,7 +234,7 @@ def test_the_call_s_deadline_is_the_request_s(router: Front, stub: Stub) -> None
     started = time.monotonic()
     with pytest.raises(grpc.RpcError) as caught:
         list(call)
-    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED  # type: ignore[attr-defined]
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert time.monotonic() - started < 1.5
     router.stage.until(lambda: bool(router.stage.last.cancels[Role.DECODE]), "decode is told")
 
@@ -355,7 +308,7 @@ def test_health_follows_the_workers(router: Front, stub: Stub) -> None:
         assert health.Check(health_pb2.HealthCheckRequest(service=name), timeout=5).status == SERVING
     with pytest.raises(grpc.RpcError) as caught:
         health.Check(health_pb2.HealthCheckRequest(service="x"), timeout=5)
-    assert caught.value.code() is grpc.StatusCode.NOT_FOUND  # type: ignore[attr-defined]
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
 def test_calls_are_counted(router: Front, stub: Stub) -> None:
@@ -401,8 +354,6 @@ def test_not_ready_and_draining(tmp_path_factory: pytest.TempPathFactory) -> Non
 
 
 def test_a_port_that_is_taken_is_named(router: Front) -> None:
-    from slipstream.errors import LaunchError
-
     with pytest.raises(LaunchError) as caught:
         router.start([], f"router.grpc.port={router.grpc.rpartition(':')[2]}")
     assert "router.grpc.port" in str(caught.value)
