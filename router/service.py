@@ -153,7 +153,7 @@ class RouterService:
 
     async def tokens(self, model: str, build: Callable[[Callable[[int], None]], Prompt], deadline: float) -> tuple[int, ...]:
         """Of a prompt that is built and not computed. Raises the SlipstreamError that refuses it."""
-        self._check_model(model)
+        self.check_model(model)
         self._admit()
         share = Share(self._pictures)
         try:
@@ -165,7 +165,8 @@ class RouterService:
             share.close()
             self._leave()
 
-    def _check_model(self, model: str) -> None:
+    def check_model(self, model: str) -> None:
+        """Raises ModelNotFoundError for another than ours."""
         if model != self.model_name:
             raise ModelNotFoundError(f"the model that was asked for is not served here; this router serves {self.model_name}",
                                      field="model")
@@ -181,7 +182,7 @@ class RouterService:
     async def _begin(self, options: Options, build: Callable[[Callable[[int], None]], Prompt], name: str,
                      deadline: float) -> Ticket:
         arrived = time.monotonic()
-        self._check_model(options.model)
+        self.check_model(options.model)
         if reason := self.problem():
             raise policy.refusal(reason)
         self._admit()
