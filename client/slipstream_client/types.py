@@ -129,7 +129,9 @@ class Delta:
     """What is new of one choice."""
 
     choice: int
-    text: str
+    text: str = ""
+    reasoning: str = ""
+    """The model's thinking, where the router tells it apart; a delta has this or `text`."""
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
     """Set in a choice's last one."""
@@ -142,6 +144,9 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    """Of the prompt, those that had not to be computed."""
+    reasoning_tokens: int | None = None
+    """Of the completion; None: not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +155,7 @@ class Choice:
 
     text: str
     finish_reason: FinishReason
+    reasoning: str = ""
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
