@@ -13,7 +13,7 @@ from slipstream_client.types import Answer, ChatRequest, Choice, Delta, FinishRe
 from slipstream_client.v1 import inference_pb2 as pb
 
 _ROLES = {"system": pb.ROLE_SYSTEM, "user": pb.ROLE_USER, "assistant": pb.ROLE_ASSISTANT}
-_REASONS: dict[int, FinishReason] = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+_REASONS: dict[int, FinishReason | None] = {pb.FINISH_REASON_UNSPECIFIED: None, pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
 R = TypeVar("R", pb.GenerateRequest, pb.ChatRequest)
 
@@ -123,7 +123,7 @@ class Collector:
     def add(self, message: pb.GenerateResponse | pb.ChatResponse) -> None:
         """A message has come."""
         self._deltas.extend(Delta(choice=told.choice, text=told.text, reasoning=told.reasoning,
-                                  finish_reason=_REASONS.get(told.finish_reason),
+                                  finish_reason=_REASONS.get(told.finish_reason, "other"),
                                   logprobs=tuple(_logprob(one.token, one.top) for one in told.logprobs))
                             for told in message.deltas)
         if message.HasField("usage"):
@@ -152,6 +152,7 @@ class Collector:
         """Raises IncompleteError for an answer without its end."""
         if self._usage is None or self._texts.keys() != self._reasons.keys():
             raise IncompleteError("the answer ended before it was complete", request_id=self.request_id)
-        choices = tuple(Choice(text="".join(self._texts[i]), finish_reason=self._reasons[i],
-                               reasoning="".join(self._thoughts[i]), logprobs=tuple(self._logprobs[i])) for i in sorted(self._texts))
+        choices = tuple(Choice(text="".join(self._texts[i]), reasoning="".join(self._thoughts[i]),
+                               finish_reason=self._reasons[i], logprobs=tuple(self._logprobs[i]))
+                        for i in sorted(self._texts))
         return Answer(choices=choices, usage=self._usage, request_id=self.request_id)

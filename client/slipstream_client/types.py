@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "other"]
+"""`other`: one that this version does not know."""
 Role = Literal["system", "user", "assistant"]
 
 
