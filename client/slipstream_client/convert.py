@@ -13,7 +13,8 @@ from slipstream_client.types import Answer, ChatRequest, Choice, Delta, FinishRe
 from slipstream_client.v1 import inference_pb2 as pb
 
 _ROLES = {"system": pb.ROLE_SYSTEM, "user": pb.ROLE_USER, "assistant": pb.ROLE_ASSISTANT}
-_REASONS: dict[int, FinishReason | None] = {pb.FINISH_REASON_UNSPECIFIED: None, pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+_REASONS: dict[int, FinishReason | None] = {
+    pb.FINISH_REASON_UNSPECIFIED: None, pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
 R = TypeVar("R", pb.GenerateRequest, pb.ChatRequest)
 
