@@ -78,7 +78,7 @@ class Keeper:
         self._deployment = deployment
         self._since = 0.0
         self._given_up = False  # its probes had it killed
-        self._port = 0  # where a router listened: the next epoch listens there again
+        self._ports = (0, 0)  # where a router listened, for HTTP and gRPC: the next epoch listens there again
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -110,19 +110,19 @@ class Keeper:
         self._given_up = False
         try:
             async with asyncio.timeout(max(1.0, deadline - started)):
-                await place.start(shared.directory_address, self._port, shared.log_dir, local=shared.is_local)
+                await place.start(shared.directory_address, self._ports, shared.log_dir, local=shared.is_local)
         except TimeoutError as error:
             raise LaunchError(f"Ray gave {member.name} no room for {deadline - started:.0f} s: its node is gone, and no other "
                               "has room for it") from error
         ready = await place.ready(max(1.0, deadline - time.monotonic()))
         self._serves(ready)
-        ranks = f", {member.world} ranks" if member.world > 1 else ""
-        shared.report(f"{member.name} serves at {self.where} (pid {ready['pid']}{ranks}, {self._since - started:.1f} s)")
+        more = f", {member.world} ranks" if member.world > 1 else f", gRPC at {ready['grpc']}" if member.role is None else ""
+        shared.report(f"{member.name} serves at {self.where} (pid {ready['pid']}{more}, {self._since - started:.1f} s)")
 
     def _serves(self, ready: dict[str, Any]) -> None:
         self.ready, self._since = ready, time.monotonic()
         if self.member.role is None:
-            self._port = split_address(ready["http"])[1]
+            self._ports = split_address(ready["http"])[1], split_address(ready["grpc"])[1]
         else:
             self._deployment.directory.put(Endpoint(replica_id=self.member.name, role=self.member.role,
                                                     address=ready["address"], epoch=self.place.epoch))

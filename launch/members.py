@@ -88,13 +88,16 @@ class Member:
         """What a process is called in messages and in the name of its log."""
         return f"{self.name} rank {rank}" if rank else self.name
 
-    def arguments(self, *, host: str, epoch: int, directory: str, port: int = 0, rank: int = 0, master: str = "") -> list[str]:
+    def arguments(self, *, host: str, epoch: int, directory: str, ports: tuple[int, int] = (0, 0), rank: int = 0,
+                  master: str = "") -> list[str]:
         """What follows `python -m`: workers listen on any free port of `host`, routers find them through `directory`.
 
-        `port`: where a router is to listen, whatever its configuration says; 0: what that says. `master`: where rank 0 of
-        several listens for the others.
+        `ports`: where a router is to listen for HTTP and gRPC, whatever its configuration says; 0: what that says. `master`:
+        where rank 0 of several listens for the others.
         """
-        router = dataclasses.replace(self.config.router, port=port or self.config.router.port)
+        router = self.config.router
+        router = dataclasses.replace(router, port=ports[0] or router.port,
+                                     grpc=dataclasses.replace(router.grpc, port=ports[1] or router.grpc.port))
         own = config_module.to_dict(dataclasses.replace(self.config, router=router))
         shared = ["--exit-with-parent", "--config-json", json.dumps(own)]
         if self.role is None:
@@ -112,8 +115,10 @@ def members(config: Config) -> tuple[Member, ...]:
         result += [Member(name=f"{pool}-{index}", pool=pool, spec=wanted, env=threads | wanted.env, config=config)
                    for index in range(wanted.replicas)]
     for index in range(config.router.replicas):
-        port = config.router.port + index if config.router.port else 0
-        own = dataclasses.replace(config, router=dataclasses.replace(config.router, port=port))
+        port, grpc = config.router.port, config.router.grpc
+        grpc = dataclasses.replace(grpc, port=grpc.port + index if grpc.port > 0 else grpc.port)
+        router = dataclasses.replace(config.router, port=port + index if port else 0, grpc=grpc)
+        own = dataclasses.replace(config, router=router)
         result.append(Member(name=f"router-{index}", pool="", spec=None,
                              env={"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}, config=own))
     return tuple(result)

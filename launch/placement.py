@@ -74,14 +74,14 @@ class Place:
         """Folder of an adopted process's log."""
         return str(Path(self.adopted["log"]).parent) if self.adopted is not None else ""
 
-    async def start(self, directory: str, port: int, log_dir: Path, *, local: bool) -> None:
-        """Start `python -m` for every rank; `directory` and `port` as in Member.arguments."""
+    async def start(self, directory: str, ports: tuple[int, int], log_dir: Path, *, local: bool) -> None:
+        """Start `python -m` for every rank; `directory` and `ports` as in Member.arguments."""
         member, hosts = self.member, self._hosts
         addresses = ["127.0.0.1"] * len(hosts) if local else await self._all(host.address.remote() for host in hosts)
         master = str(await self._result(hosts[0].reserved_address.remote(addresses[0]))) if len(hosts) > 1 else ""
         starts = []
         for rank, (host, address) in enumerate(zip(hosts, addresses, strict=True)):
-            arguments = member.arguments(host=address, epoch=self.epoch, directory=directory, port=port, rank=rank,
+            arguments = member.arguments(host=address, epoch=self.epoch, directory=directory, ports=ports, rank=rank,
                                          master=master)
             log = log_dir / f"{member.title(rank).replace(' ', '-')}.log"
             starts.append(host.start.remote(arguments, dict(member.env), member.gpus, str(log)))

@@ -26,7 +26,8 @@ def show(url: str, fields: Mapping[str, Any], problem: str, *, as_json: bool, ke
     if as_json:
         console.print(json.dumps(dict(fields), indent=2), markup=False, highlight=False, soft_wrap=True)
         return
-    console.print(f"{url}: {problem or 'healthy'}", markup=False, highlight=False)
+    at = f"; gRPC at {fields['grpc']}" if fields.get("grpc") else ""
+    console.print(f"{url}: {problem or 'healthy'}{at}", markup=False, highlight=False)
     replicas = fields.get("replicas", ())
     console.print(_table(replicas))
     for wanted, key, columns in ((kernels, "kernels", KERNELS), (ledger, "holdings", LEDGER)):

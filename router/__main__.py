@@ -1,4 +1,4 @@
-"""`python -m router`: serve HTTP until told to stop, then drain."""
+"""`python -m router`: serve HTTP and gRPC until told to stop, then drain."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import os
 import socket
 import sys
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import uvicorn
 import uvloop
 
 from router.app import App
+from router.inference import InferenceServer
 from router.service import RouterService
 from slipstream import process
 from slipstream.config import Config
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.rpc import security
-from slipstream.rpc.server import join_address
+from slipstream.rpc.server import bound, join_address, split_address
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +47,10 @@ def main() -> int:
 
 
 async def _serve(config: Config, arguments: argparse.Namespace) -> None:
-    stop, trusted = process.stop_event(), security.load(config.security)
+    stop, trusted, for_clients = process.stop_event(), security.load(config.security), security.for_clients(config)
     listener = _listen(config.router.host, config.router.port)
+    public = config.router.grpc.host, config.router.grpc_port
+    bound(join_address(*public), "router.grpc.port").close()  # the same mistake, said as well
     service = RouterService(config, trusted)
     for address in arguments.worker:
         service.workers.add(address)
@@ -57,17 +60,26 @@ async def _serve(config: Config, arguments: argparse.Namespace) -> None:
     server = _Server(uvicorn.Config(App(service), loop="none", http="httptools", ws="none", lifespan="off",
                                     access_log=False, log_config=None, timeout_graceful_shutdown=5, server_header=False))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    host, port = listener.getsockname()[:2]
-    if arguments.advertise and ipaddress.ip_address(host).is_unspecified:
-        host = arguments.advertise
-    process.announce(http=join_address(host, port), pid=os.getpid())
+    calls = InferenceServer(service, for_clients)
+    service.grpc_address = _reached(await calls.start(*public), arguments.advertise)
+    http = _reached(join_address(*listener.getsockname()[:2]), arguments.advertise)
+    process.announce(http=http, grpc=service.grpc_address, pid=os.getpid())
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
     logger.info("draining")
+    await calls.drain()
     await service.drain()
     server.should_exit = True
-    await serving
+    await asyncio.gather(serving, calls.stop())
     await service.close()
+
+
+def _reached(address: str, advertise: str) -> str:
+    """By which others reach what listens at `address`."""
+    host, port = split_address(address)
+    with suppress(ValueError):  # a name
+        host = advertise if advertise and ipaddress.ip_address(host).is_unspecified else host
+    return join_address(host, port)
 
 
 class _Server(uvicorn.Server):

@@ -26,7 +26,7 @@ from router import openai
 from router.events import EventStream
 from router.inspect import DETAILS
 from router.reader import Piece, Reader
-from router.service import RouterService, Ticket, new_request_id, report
+from router.service import RouterService, Ticket, report, request_names
 from router.stream import DONE, Shape, error_body, event
 from slipstream.errors import (
     AuthenticationError,
@@ -47,7 +47,6 @@ _CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 NOTICE_SECONDS = 1.0
 """How long the server may take to say that a connection has broken, after a write on it failed."""
 _json = msgspec.json.Encoder()
-_CLIENT_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
@@ -305,7 +304,4 @@ def _failure(error: SlipstreamError) -> Response:
 
 
 def _request_id(request: Request) -> tuple[str, str]:
-    """(ours, the client's to be returned): ours is unique, and begins with the client's if that is a sound one."""
-    given = request.headers.get("x-request-id", "")
-    unique = new_request_id()
-    return (f"{given}-{unique}", given) if _CLIENT_ID.fullmatch(given) else (unique, unique)
+    return request_names(request.headers.get("x-request-id", ""))

@@ -34,6 +34,19 @@ class Keys:
         """`clients`: by the SHA-256 of their keys, in hex."""
         self._clients = dict(clients)
 
+    @property
+    def wanted(self) -> bool:
+        """False: everybody may come."""
+        return bool(self._clients)
+
+    def accepts(self, authorization: str) -> bool:
+        """Whether this header is somebody's."""
+        try:
+            self.client(authorization)
+        except AuthenticationError:
+            return False
+        return True
+
     def client(self, authorization: str | None) -> Client:
         """Who sent this `Authorization` header. Raises AuthenticationError."""
         if not self._clients:

@@ -1,4 +1,4 @@
-"""What a router is: prompts in, generations out, counted and limited. The HTTP app is its only user; knows no HTTP itself."""
+"""What a router is: prompts in, generations out, counted and limited. Knows neither HTTP nor the public gRPC API, its users."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import re
 import secrets
 import time
 import uuid
@@ -45,6 +46,7 @@ PROMPT_THREADS = 2
 LAST_WORDS_SECONDS = 1.0
 """For the errors of requests that a stop cuts off to reach their clients."""
 _SEED_BITS = 63
+_CLIENT_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +84,8 @@ class RouterService:
         self.draining = False
         self._missing = ""  # when a worker last came or went
         self.created = int(time.time())
+        self.grpc_address = ""
+        """Where the public gRPC API listens."""
         self._threads = ThreadPoolExecutor(PROMPT_THREADS, thread_name_prefix="prompt")
         self._thread_free = asyncio.Semaphore(PROMPT_THREADS)
         self._numbers = itertools.count(1)
@@ -158,6 +162,27 @@ class RouterService:
             request.options, lambda take: self.builder.text(prompt) if isinstance(prompt, str) else self.builder.ids(prompt),
             name, deadline, client)
 
+    async def tokens(self, model: str, build: Callable[[Callable[[int], None]], Prompt], deadline: float,
+                     client: Client = ANYBODY) -> tuple[int, ...]:
+        """Of a prompt that is built and not computed. Raises the SlipstreamError that refuses it."""
+        self.check_model(model)
+        turn = self.limits.enter(client, 0)
+        share = Share(self._pictures)
+        try:
+            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                return (await self._build(partial(build, share.take))).tokens
+        except TimeoutError as error:
+            raise DeadlineError("the request's deadline passed while its prompt was prepared") from error
+        finally:
+            share.close()
+            self.limits.leave(turn)
+
+    def check_model(self, model: str) -> None:
+        """Raises ModelNotFoundError for another than ours."""
+        if model != self.model_name:
+            raise ModelNotFoundError(f"the model that was asked for is not served here; this router serves {self.model_name}",
+                                     field="model")
+
     def end(self, ticket: Ticket) -> None:
         """The reader is done with it, however it ended. Call exactly once."""
         ticket.generation.close()
@@ -169,9 +194,7 @@ class RouterService:
     async def _begin(self, options: Options, build: Callable[[Callable[[int], None]], Prompt], name: str,
                      deadline: float, client: Client) -> Ticket:
         arrived = time.monotonic()
-        if options.model != self.model_name:
-            raise ModelNotFoundError(f"the model that was asked for is not served here; this router serves {self.model_name}",
-                                     field="model")
+        self.check_model(options.model)
         if reason := self.problem():
             raise policy.refusal(reason)
         turn = self.limits.enter(client, options.priority)
@@ -282,8 +305,9 @@ class RouterService:
 
     def status(self) -> dict[str, Any]:
         """What `slipstream status` shows."""
-        return {"model": self.model_name, "problem": self.problem(), "in_flight": self.limits.in_flight,
-                "waiting": self.limits.admission.waiting, "max_in_flight": self.config.router.max_in_flight,
+        return {"model": self.model_name, "problem": self.problem(), "grpc": self.grpc_address,
+                "in_flight": self.limits.in_flight, "waiting": self.limits.admission.waiting,
+                "max_in_flight": self.config.router.max_in_flight,
                 "supervisor": self.workers.directory,
                 "replicas": [_describe(link) for link in self.workers.links()] + self._restarting()}
 
@@ -318,6 +342,12 @@ def report(generation: Generation) -> dict[str, float | int]:
 def new_request_id() -> str:
     """Unique in every process."""
     return f"req-{uuid.uuid4().hex}"
+
+
+def request_names(given: str) -> tuple[str, str]:
+    """(ours, what the client is told): ours is unique, and begins with the client's own id if `given` is a sound one."""
+    unique = new_request_id()
+    return (f"{given}-{unique}", given) if _CLIENT_ID.fullmatch(given) else (unique, unique)
 
 
 def _describe(link: WorkerLink) -> dict[str, Any]:

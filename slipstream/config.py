@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream import typed
+from slipstream.config_access import GrpcConfig, SecurityConfig
 from slipstream.errors import ConfigError
 from slipstream.types import Role
 
@@ -173,7 +174,7 @@ class RouterConfig:
     cpus: float = 0.5
     """Ray CPUs that each router reserves."""
     max_body_bytes: int = 64 << 20
-    """Longest HTTP request body."""
+    """Longest HTTP request body, and longest gRPC message that a client sends."""
     max_images: int = 16
     """Per request."""
     max_video_frames: int = 256
@@ -215,6 +216,13 @@ class RouterConfig:
     """A worker that says nothing for so long is taken for stuck: its requests fail, and it gets no more until it answers."""
     drain_seconds: float = 30.0
     """How long running requests may go on after a stop was asked for."""
+    grpc: GrpcConfig = field(default_factory=GrpcConfig)
+    """`[router.grpc]`."""
+
+    @property
+    def grpc_port(self) -> int:
+        """Where gRPC listens, 0: any free port."""
+        return self.grpc.port if self.grpc.port >= 0 else self.port + 1000 if 0 < self.port < 64536 else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,23 +249,6 @@ class RayConfig:
     this node's address; empty: nowhere."""
     log_dir: str = ""
     """Folder of the processes' logs; empty: one in the system's temporary folder, removed after a clean end."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SecurityConfig:
-    """[security]: who may talk to our processes over gRPC (docs/security.md); without it, whoever reaches their ports. The
-    files have to lie on every node."""
-
-    token_file: str = ""
-    """File with the token that all processes of the deployment share: 16 printable characters or more, without spaces."""
-    tls_cert: str = ""
-    """PEM file with this node's certificate and its chain. All three of `tls_cert`, `tls_key` and `tls_ca`, or none."""
-    tls_key: str = ""
-    """PEM file with the certificate's private key."""
-    tls_ca: str = ""
-    """PEM file with the authorities that may sign the certificates of peers, servers and clients alike."""
-    tls_server_name: str = ""
-    """The name in the certificates of all processes; empty: each has the address at which it is reached."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -374,6 +365,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("a share, 0 to 1", lambda value: 0 <= value <= 1,
      "transfer.faults.drop transfer.faults.duplicate transfer.faults.corrupt transfer.faults.cut"),
     ("0 to 65535", lambda value: 0 <= value < 65536, "router.port"),
+    ("-1 to 65535", lambda value: -1 <= value < 65536, "router.grpc.port"),
 )
 """What is allowed, the test of it, and the keys."""
 

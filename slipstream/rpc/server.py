@@ -13,8 +13,8 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from slipstream.errors import ConfigError, InvalidRequestError
-from slipstream.rpc.channel import KEEPALIVE_SECONDS, OPTIONS
-from slipstream.rpc.security import OPEN, Security
+from slipstream.rpc.channel import KEEPALIVE_SECONDS, MAX_MESSAGE_BYTES, OPTIONS
+from slipstream.rpc.security import Accepts, OPEN, REFUSAL, Security
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +30,13 @@ async def messages(requests: AsyncIterator[M]) -> AsyncIterator[M]:
         raise InvalidRequestError(f"bytes that are no message: {error}") from error
 
 
-def new_server(security: Security = OPEN) -> grpc.aio.Server:
-    """A server without services; add them, then `listen`."""
-    return grpc.aio.server(interceptors=security.interceptors, options=[*OPTIONS, ("grpc.so_reuseport", 0), (
-        "grpc.http2.min_ping_interval_without_data_ms", int(KEEPALIVE_SECONDS * 500))])
+def new_server(security: Security = OPEN, *, refusal: str = REFUSAL, accepts: Accepts | None = None,
+               max_receive_bytes: int = MAX_MESSAGE_BYTES) -> grpc.aio.Server:
+    """A server without services; add them, then `listen`. `refusal`: what it says to whoever lacks the token; `accepts`: who
+    may call instead of those who have it."""
+    options = {**dict(OPTIONS), "grpc.max_receive_message_length": max_receive_bytes, "grpc.so_reuseport": 0,
+               "grpc.http2.min_ping_interval_without_data_ms": int(KEEPALIVE_SECONDS * 500)}
+    return grpc.aio.server(interceptors=security.interceptors(refusal, accepts), options=list(options.items()))
 
 
 def split_address(address: str) -> tuple[str, int]:

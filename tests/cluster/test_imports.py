@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-PACKAGES = ("cache_transfer", "decode", "launch", "prefill", "router", "slipstream", "worker")
+PACKAGES = ("cache_transfer", "decode", "launch", "prefill", "router", "slipstream", "slipstream_client", "worker")
 
 PROBE = """
 import importlib, json, logging, os, pkgutil, signal, sys, threading
@@ -67,7 +67,7 @@ def test_importing_every_module_changes_nothing() -> None:
     assert changed == {}
 
 
-@pytest.mark.parametrize("package", ["router", "launch.cli"])
+@pytest.mark.parametrize("package", ["router", "launch.cli", "slipstream_client"])
 def test_light_processes_stay_light(package: str) -> None:
     """The router and the command line import neither torch nor Ray nor transformers."""
     code = (f"import importlib, pkgutil, sys\nm = importlib.import_module({package!r})\n"

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.checkpoint import DEMO
+from slipstream_client import ChatRequest, Client, Retry, Sampling, user
 from tests.support.command import COMMAND, Command
 
 pytestmark = pytest.mark.deployment
@@ -62,6 +63,12 @@ def test_a_deployment_from_start_to_drain(start: Callable[..., Command]) -> None
     assert shown.returncode == 0
     assert "healthy" in shown.stdout
     assert {line.split()[0] for line in shown.stdout.splitlines()[2:]} == {"prefill-0", "decode-0"}
+    address = re.search(r"; gRPC at (\S+)", shown.stdout)
+    assert address is not None
+    assert address[1] == served.wait_for(r"router-0 serves at \S+ \(pid \d+, gRPC at (\S+),")[1]
+    client = Client(address[1], timeout=90, retry=Retry(attempts=100))
+    request = ChatRequest([user("Count 3 to 5.")], sampling=Sampling(temperature=0))
+    assert client.chat(request).text == "3, 4, 5."
 
     said = ask("chat", "What city is the capital of Norway?", "--url", url)
     assert (said.returncode, said.stdout) == (0, "The capital of Norway is Oslo.\n"), said.stderr
@@ -83,6 +90,8 @@ def test_a_deployment_from_start_to_drain(start: Callable[..., Command]) -> None
         served.wait_for(f"(?s){name} ended with signal SIGKILL; starting epoch 2.*{name} serves at")
     while ask("chat", "Count 3 to 5.", "--url", url).stdout != "3, 4, 5.\n":
         assert time.monotonic() < deadline, "the router, at its old address, did not find the new replicas"
+    assert client.chat(request).text == "3, 4, 5.", "the router's gRPC, at its old address"
+    client.close()
     after = replicas(url)
     assert {(before[name]["epoch"], after[name]["epoch"]) for name in ("prefill-0", "decode-0")} == {(1, 2)}
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.deployment
 
 ROOT = Path(__file__).resolve().parents[2]
 RAY = str(Path(COMMAND).parent / "ray")
-PACKAGES = ("cache_transfer", "decode", "launch", "prefill", "router", "slipstream", "worker")
+PACKAGES = ("cache_transfer", "decode", "launch", "prefill", "router", "slipstream", "client/slipstream_client", "worker")
 VERSION = "0.0.0.job"
 CONFIG = """
 [pools.prefill]
@@ -118,7 +118,7 @@ def processes_of(folder: str) -> list[str]:
 def test_a_job_brings_its_code_serves_and_leaves_nothing(cluster: tuple[RayNodes, str], tmp_path: Path) -> None:
     nodes, dashboard = cluster
     for package in PACKAGES:
-        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / package, tmp_path / Path(package).name, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "slipstream" / "__init__.py").write_text(f'__version__ = "{VERSION}"\n')
     (tmp_path / "job.toml").write_text(CONFIG)
     job(dashboard, "submit", "--submission-id", "served", "--no-wait", "--working-dir", str(tmp_path),

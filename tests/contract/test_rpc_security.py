@@ -15,7 +15,8 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
-from slipstream.config import SecurityConfig
+from slipstream import config
+from slipstream.config_access import SecurityConfig
 from slipstream.errors import ConfigError
 from slipstream.rpc import security
 from slipstream.rpc.channel import connect, connect_blocking
@@ -180,3 +181,31 @@ def test_what_is_wrong_with_a_file_names_its_key(change: Callable[[dict[str, str
         security.load(SecurityConfig(**change(own, other)))
     assert error.value.field == f"security.{field}"
     assert error.value.message.startswith(f"security.{field}")
+
+
+@pytest.mark.parametrize(("change", "field", "says"), [
+    (lambda own: {"tls_cert": own["tls_cert"]}, "tls_key", "tls_cert and tls_key go together"),
+    (lambda own: {"tls_ca": own["tls_ca"]}, "tls_cert", "go together"),
+    (lambda own: {"tls_cert": own["tls_cert"], "tls_key": own["tls_cert"]}, "tls_key", "no private key"),
+    (lambda own: {"token_file": "/dev/null"}, "token_file", "at least 16"),
+])
+def test_what_is_wrong_with_a_file_for_clients_names_its_key(change: Callable[[dict[str, str]], dict[str, str]], field: str,
+                                                            says: str, authority: Authority) -> None:
+    wrong = config.load(None, [f"router.grpc.{key}={value}" for key, value in change(authority.settings()).items()])
+    with pytest.raises(ConfigError, match=says) as error:
+        security.for_clients(wrong)
+    assert error.value.field == f"router.grpc.{field}"
+
+
+def test_clients_have_what_is_theirs_and_else_what_the_deployment_has(tmp_path: Path, authority: Authority) -> None:
+    keys = {key: value for key, value in authority.settings().items() if key in ("tls_cert", "tls_key")}
+    shared = [f"security.token_file={token_file(tmp_path)}",
+              *(f"security.{key}={value}" for key, value in Authority(tmp_path, "inner").settings().items())]
+    own = [f"router.grpc.token_file={token_file(tmp_path, 'a-token-of-clients-alone')}"]
+    found = security.for_clients(config.load(None, shared))
+    assert found == security.load(config.load(None, shared).security)
+    found = security.for_clients(config.load(None, [*shared, *own]))
+    assert (found.token, bool(found.ca)) == ("a-token-of-clients-alone", True)
+    found = security.for_clients(config.load(None, [*shared, *(f"router.grpc.{key}={value}" for key, value in keys.items())]))
+    assert (found.token, found.tls, found.ca) == (TOKEN, True, b"")
+    assert security.for_clients(config.load(None)) == OPEN

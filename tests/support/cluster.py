@@ -32,6 +32,8 @@ class Running:
     child: ChildProcess
     metrics: str = ""
     """`host:port` of a worker's metrics."""
+    grpc: str = ""
+    """`host:port` of a router's gRPC API."""
 
     def log(self) -> list[dict[str, Any]]:
         """Its JSON log lines so far."""
@@ -128,5 +130,5 @@ class Cluster:
     def _ready(self, name: str, child: ChildProcess, key: str) -> Running:
         line = child.ready(READY_SECONDS)
         running = self.processes[name] = Running(name=name, address=line[key], pid=line["pid"], child=child,
-                                                 metrics=line.get("metrics", ""))
+                                                 metrics=line.get("metrics", ""), grpc=line.get("grpc", ""))
         return running

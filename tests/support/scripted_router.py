@@ -77,6 +77,8 @@ class Front:
         self._started: list[ChildProcess] = []
         self.workers: dict[Role, FakeWorker] = {}
         self.url = ""
+        self.grpc = ""
+        """Of the same router."""
         self.model = MODEL
 
     def start(self, workers: Sequence[str], *overrides: str, directory: str = "") -> ChildProcess:
@@ -91,7 +93,8 @@ class Front:
         name = f"router-{len(self._started)}"
         child = ChildProcess(name, command, {**os.environ, "OMP_NUM_THREADS": "1"}, self._folder / f"{name}.log")
         self._started.append(child)
-        self.url = "http://" + child.ready(30.0)["http"]
+        line = child.ready(30.0)
+        self.url, self.grpc = f"http://{line['http']}", line["grpc"]
         return child
 
     def until_healthy(self, status: int = 200, seconds: float = 10.0) -> dict[str, Any]:

@@ -60,6 +60,8 @@ def test_pools_of_a_file_replace_the_default_ones(tmp_path: Path) -> None:
     ("transfer.parked_fraction=0.0", "must be in (0, 1]"),
     ("transfer.frame_bytes=33554433", "must be at most 32 MiB"),
     ("router.port=70000", "0 to 65535"),
+    ("router.grpc.port=-2", "-1 to 65535"),
+    ("router.grpc.prot=1", "did you mean router.grpc.port?"),
     ("pools.decode.role=encode", "must be one of prefill, decode"),
     ("pools.decode.replicas=0", "pools.decode.replicas: a deployment needs a decode replica, at least one"),
     ("pools.decode.role=prefill", "no pool has role decode; add one"),

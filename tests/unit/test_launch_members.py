@@ -33,6 +33,23 @@ def test_any_free_port_stays_any_free_port() -> None:
     assert [one.config.router.port for one in members(made)[2:]] == [0, 0]
 
 
+@pytest.mark.parametrize(("settings", "ports"), [
+    ([], [9000, 9001]), (["router.port=0"], [0, 0]), (["router.port=65000"], [0, 0]),
+    (["router.grpc.port=7000"], [7000, 7001]), (["router.grpc.port=7000", "router.port=0"], [7000, 7001]),
+    (["router.grpc.port=0"], [0, 0]),
+])
+def test_where_routers_listen_for_grpc(settings: list[str], ports: list[int]) -> None:
+    made = config.load(None, ["router.replicas=2", *settings])
+    assert [one.config.router.grpc_port for one in members(made)[2:]] == ports
+
+
+def test_a_router_that_starts_again_listens_where_it_did() -> None:
+    router = members(config.load(None, ["router.port=0"]))[2]
+    arguments = router.arguments(host="127.0.0.1", epoch=2, directory="127.0.0.1:9", ports=(5, 6))
+    told = config.from_dict(json.loads(arguments[arguments.index("--config-json") + 1])).router
+    assert (told.port, told.grpc_port) == (5, 6)
+
+
 def test_arguments_carry_the_whole_configuration() -> None:
     made = config.load(None, ["engine.block_size=8"])
     worker, router = members(made)[0], members(made)[2]

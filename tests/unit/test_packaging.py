@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import slipstream_client
 from launch.cli import DEFAULT_URL, app
 from launch.client import DEFAULT_URL as CLIENT_URL
 from slipstream import __version__
@@ -32,7 +33,7 @@ def tracked() -> list[Path]:
 
 def test_every_package_of_the_tree_is_packaged() -> None:
     found = {path.relative_to(ROOT).parts[0] for path in tracked() if path.name == "__init__.py"} - {"tests", "bench"}
-    assert found == set(PACKAGES)
+    assert found == {*PACKAGES, "client"}
 
 
 def test_proto_is_no_package() -> None:
@@ -64,7 +65,7 @@ def test_pins_lie_in_the_ranges_and_leave_torch_alone() -> None:
     extras = PROJECT["project"]["optional-dependencies"].values()
     wanted = [*PROJECT["project"]["dependencies"], *(one for extra in extras for one in extra)]
     for requirement in map(Requirement, wanted):
-        if requirement.name not in {"torch", "slipstream"}:
+        if requirement.name not in {"torch", "slipstream", "slipstream-client"}:
             assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), requirement
 
 
@@ -81,10 +82,32 @@ def test_what_is_imported_is_declared() -> None:
     for path in tracked():
         if path.suffix != ".py" or path.relative_to(ROOT).parts[0] not in PACKAGES:
             continue
-        for name in imported(path) - {*PACKAGES, "bench"} - sys.stdlib_module_names:
+        for name in imported(path) - {*PACKAGES, "bench", "slipstream_client"} - sys.stdlib_module_names:
             if not declared & {canonicalize_name(owner) for owner in owners.get(name, [])}:
                 missing.add(f"{path.relative_to(ROOT)}: {name}")
     assert missing == set()
+
+
+def test_the_client_is_in_step_with_the_product() -> None:
+    assert slipstream_client.__version__ == __version__
+    assert f"slipstream-client=={__version__}" in PROJECT["project"]["dependencies"]
+    client = tomllib.loads((ROOT / "client" / "pyproject.toml").read_text())["project"]
+    assert {one.partition(">=")[0] for one in client["dependencies"]} == {"grpcio", "protobuf"}
+
+
+def test_ranges_begin_at_the_versions_that_wrote_the_stubs() -> None:
+    """Generated code refuses older libraries when it is imported."""
+    from packaging.requirements import Requirement
+    from packaging.version import Version
+
+    client = tomllib.loads((ROOT / "client" / "pyproject.toml").read_text())["project"]["dependencies"]
+    own = PROJECT["project"]["dependencies"]
+    for dependencies, folder in ((own, "slipstream/v1"), (client, "client/slipstream_client/v1")):
+        least = {one.name: min(Version(part.version) for part in one.specifier if part.operator == ">=")
+                 for one in map(Requirement, dependencies) if one.name in ("grpcio", "protobuf")}
+        text = "".join(path.read_text() for path in (ROOT / folder).glob("*.py"))
+        for name, pattern in (("grpcio", r"GRPC_GENERATED_VERSION = '(.*)'"), ("protobuf", r"Protobuf Python Version: (.*)")):
+            assert all(least[name] >= Version(wanted) for wanted in re.findall(pattern, text)), (folder, name)
 
 
 def imported(path: Path) -> set[str]:

@@ -1,0 +1,1 @@
+"""Generated public stubs (scripts/proto); do not edit."""
