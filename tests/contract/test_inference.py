@@ -347,6 +347,8 @@ def test_not_ready_and_draining(tmp_path_factory: pytest.TempPathFactory) -> Non
         next(call)
         with ThreadPoolExecutor(1) as pool:
             ended = pool.submit(router._started[-1].stop, 15.0)
+            router.stage.until(lambda: "draining" in stub("GetLoad", pb.GetLoadRequest()).problem, "it drains")
+            assert health.Check(health_pb2.HealthCheckRequest(), timeout=5).status == NOT_SERVING, "from the first moment"
             assert next(watch).status == NOT_SERVING
             _, details = refused(lambda: stub.read("Chat", chat()), grpc.StatusCode.UNAVAILABLE)
             assert "RetryInfo" in details
