@@ -1,35 +1,24 @@
-"""Drafts by the plain reference, and output with and without drafts: one process, split, chunks, pictures, reuse, rollbacks."""
+"""Drafts by the plain reference, and output with and without them: one process, split, ranks, chunks, pictures, rollbacks."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from slipstream import checkpoint as checkpoints
-from slipstream.config import EngineConfig
 from slipstream.engine.engine import Engine, GenerationRequest
-from slipstream.models import registry
+from slipstream.models.qwen import CausalLM
 from slipstream.types import Grid
-from tests.support import mtp, tiny
-from tests.support.drafting import Watched
-from tests.support.engine_driver import assert_empty, poison, request, run
+from tests.support import engine_driver, mtp, tiny
+from tests.support.drafting import RIGHT, Watched, engine
+from tests.support.engine_driver import assert_empty, request, run
+from tests.support.replica import replica
 
 NAMES = ("qwen3_5_text_tied", "qwen3_5_vl", "qwen3_5_moe_text", "qwen3_next")
 TOKENS = 14
-
-
-def engine(folder: Path, drafts: int, *, layer: bool = True, **config: Any) -> tuple[Engine, Watched]:
-    checkpoint = checkpoints.read(folder, drafts=layer)
-    model = Watched(registry.load(checkpoint, dtype=torch.float32, device=torch.device("cpu")))
-    values: dict[str, Any] = {"kv_cache_tokens": 16 * 40, "max_running": 6, "max_batch_tokens": 64, "state_snapshots": 6}
-    made = Engine(model, checkpoint, EngineConfig(**values | config), draft_tokens=drafts)
-    poison(made)
-    return made, model
 
 
 def asks(name: str) -> list[tuple[GenerationRequest, list[np.ndarray]]]:
@@ -92,9 +81,6 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(folder, made, outputs, references)
 
 
-RIGHT = {"own": None, "none": lambda row: 0, "all": lambda row: 3, "mixed": lambda row: (0, 3, 1, 2, 3, 0, 2)[row % 7]}
-
-
 @pytest.mark.parametrize("right", RIGHT)
 @pytest.mark.parametrize("chunk", [7, 64])
 def test_drafts_by_the_reference(case: Case, chunk: int, right: str) -> None:
@@ -116,3 +102,38 @@ def test_drafts_by_the_reference(case: Case, chunk: int, right: str) -> None:
     if right in ("all", "mixed"):
         assert counters.steps < 2 * (TOKENS * len(case.asks))
         assert counters.accepted_tokens > 0.3 * counters.draft_tokens
+
+
+@pytest.mark.parametrize("chunk", [7, 64])
+def test_drafts_after_a_hand_over(case: Case, chunk: int) -> None:
+    """Prefill has no spare slots and drafts nothing; what it hands over is what drafts need, from the first one on."""
+    prefill, idle = engine(case.folder, 0, prefill_chunk_tokens=chunk)
+    for asked, pixels in case.asks:
+        decode, model = engine(case.folder, 2)
+        model.right, model.texts = RIGHT["mixed"], list(case.texts().values())
+        found = engine_driver.split(prefill, decode, [(asked, pixels)])
+        assert found.tokens == {asked.id.name: case.outputs[asked.id.name]}
+        case.check(model, asked.id.name)
+        assert decode.counters().accepted_tokens > 0
+    assert not idle.made
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2)])
+def test_drafts_of_several_ranks(case: Case, tp: int, pp: int) -> None:
+    watched: dict[int, Watched] = {}
+
+    def watch(model: CausalLM) -> Watched:
+        made = watched[model.comm.shard.rank] = Watched(model, RIGHT["mixed"], list(case.texts().values()))
+        return made
+
+    def serve(made: Engine) -> None:
+        for turn in ("first", "again"):
+            for asked, pixels in case.asks:
+                name = asked.id.name
+                made.submit(asked, pixels)
+                assert run(made).tokens[name] == case.outputs[name], (turn, name)
+                case.check(watched[(pp - 1) * tp], name)
+        assert_empty(made)
+        assert made.counters().accepted_tokens > 0
+
+    replica(case.folder, tp, pp, serve, drafts=3, watch=watch)

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch.nn.functional as F
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from slipstream import checkpoint as checkpoints
+from slipstream.config import EngineConfig
+from slipstream.engine.engine import Engine
 from slipstream.layers.batch import DraftCache, ForwardBatch, LayerCache
+from slipstream.models import registry
 from slipstream.models.qwen import CausalLM
 from slipstream.models.registry import DraftingModel, VisionModel
+from tests.support.engine_driver import poison
 
 
 @dataclass(kw_only=True)
@@ -29,8 +36,8 @@ class Drafted:
 
 @dataclass
 class Watched:
-    """A LanguageModel, DraftingModel and VisionModel around another. `right(row)`: how many drafts after a token at this row are
-    to be right, by `texts`; None: they are the model's own."""
+    """A LanguageModel, DraftingModel and VisionModel around another. `right(row)`: how many drafts after a token at this row
+    are to be right, by `texts`; None: they are the model's own."""
 
     model: CausalLM
     right: Callable[[int], int] | None = None
@@ -59,9 +66,8 @@ class Watched:
         """See DraftingModel."""
         assert isinstance(self.model, DraftingModel)
         found, output = self.model.draft(tokens, hidden, before, block_tables, rows, cache)
-        if self.model.comm.shard.tp == 1:
-            head = (self.model.lm_head or self.model.model.embed_tokens).weight
-            logits = F.linear(output, head)
+        logits = (self.model.lm_head or self.model.model.embed_tokens).logits(output)
+        if logits is not None:
             for e, (token, row) in enumerate(zip(tokens.tolist(), rows.tolist(), strict=True)):
                 key = int(block_tables[e, (row - self._turn) // cache.kv.shape[3]]) * 1000 + row - self._turn
                 self._tokens[key] = (*self._tokens.get(key, ()), token)
@@ -72,6 +78,21 @@ class Watched:
                 found[e] = after if self._turn < self.right(row - self._turn) else (after + 1) % head_size(self.model)
         self._turn += 1
         return found, output
+
+
+RIGHT: dict[str, Callable[[int], int] | None] = {
+    "own": None, "none": lambda row: 0, "all": lambda row: 3, "mixed": lambda row: (0, 3, 1, 2, 3, 0, 2)[row % 7]}
+"""How many drafts after each row are right."""
+
+
+def engine(folder: Path, drafts: int, *, layer: bool = True, **config: Any) -> tuple[Engine, Watched]:
+    """Over poisoned caches; `layer`: whether the checkpoint has the layer that drafts."""
+    checkpoint = checkpoints.read(folder, drafts=layer)
+    model = Watched(registry.load(checkpoint, dtype=torch.float32, device=torch.device("cpu")))
+    values: dict[str, Any] = {"kv_cache_tokens": 16 * 40, "max_running": 6, "max_batch_tokens": 64, "state_snapshots": 6}
+    made = Engine(model, checkpoint, EngineConfig(**values | config), draft_tokens=drafts)
+    poison(made)
+    return made, model
 
 
 def head_size(model: CausalLM) -> int:
