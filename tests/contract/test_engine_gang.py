@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,8 @@ from slipstream.checkpoint import DEMO
 from slipstream.engine.engine import Engine, GenerationRequest
 from slipstream.models import registry
 from slipstream.types import Grid, RequestId, SamplingParams
-from tests.support import engine_driver, oracle, tiny
+from tests.support import engine_driver, mtp, oracle, tiny
+from tests.support.drafting import RIGHT, Watched
 from tests.support.engine_driver import assert_empty, poison, request
 from tests.support.engine_pair import Pair
 from tests.support.replica import CONFIG, replica
@@ -82,6 +85,24 @@ def alone() -> dict[tuple[str, int], list[int]]:
 @pytest.mark.parametrize(("tp", "pp"), [(1, 2), (1, 3), (2, 1), (2, 2), (2, 3), (4, 1), (4, 2), (4, 3)])
 def test_the_tokens_of_one_rank_alone(tp: int, pp: int, alone: dict[tuple[str, int], list[int]]) -> None:
     assert replica(DEMO, tp, pp, serve) == alone
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 3), (2, 2)])
+def test_the_same_tokens_with_drafts(tp: int, pp: int, alone: dict[tuple[str, int], list[int]], tmp_path: Path) -> None:
+    """Several steps are in flight, requests are given up in the middle, and of the drafts any number is right."""
+    folder = mtp.add(shutil.copytree(DEMO, tmp_path / "demo"))
+    prompts = {asked.id.name: asked.tokens for asked, _ in asks()}
+    texts = [[*prompts[name.rpartition("-")[0]], *tokens] for (name, _), tokens in alone.items()]
+    accepted = []
+
+    def counted(engine: Engine) -> dict[tuple[str, int], list[int]]:
+        found = serve(engine)
+        accepted.append(engine.counters().accepted_tokens)
+        return found
+
+    watch = functools.partial(Watched, right=RIGHT["mixed"], texts=texts)
+    assert replica(folder, tp, pp, counted, drafts=3, watch=watch) == alone
+    assert accepted[0] > 50
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 1), (2, 3)])
