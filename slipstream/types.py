@@ -203,9 +203,9 @@ class EngineCounters:
     """Of those, the ones that were here in the prefix cache, so that their KV did not travel."""
     output_tokens: int = 0
     """Drawn here."""
-    draft_tokens: int = 0
+    spec_draft_tokens: int = 0
     """Drafts that were verified."""
-    accepted_tokens: int = 0
+    spec_accepted_tokens: int = 0
     """Of those, the ones that became output."""
     preemptions: int = 0
     evicted_blocks: int = 0

@@ -275,7 +275,7 @@ class Engine:
                 told = result.logprobs.get((event.request, event.choice, event.index))
                 events.append(replace(event, logprobs=told) if told else event)
             if chunk.drafts:
-                self._count(draft_tokens=len(chunk.drafts), accepted_tokens=min(len(drawn), len(tokens) - 1))
+                self._count(spec_draft_tokens=len(chunk.drafts), spec_accepted_tokens=min(len(drawn), len(tokens) - 1))
             if tokens:
                 left = self._scheduler.of(sequence.id)
                 if not left or sequence.state is State.HANDED_OFF:

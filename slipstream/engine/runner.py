@@ -89,7 +89,8 @@ class Runner:
 
     def _how(self, chunk: Chunk, choice: int, more: int, prompt: Prompt) -> sampler.Draw:
         """`more`: drafts of the chunk that are output already, if this draw counts."""
-        request, outputs = chunk.sequence.request, [*chunk.sequence.outputs, *chunk.drafts[:more]]
+        request, outputs = chunk.sequence.request, chunk.sequence.outputs
+        outputs = [*outputs, *chunk.drafts[:more]] if more else outputs
         if request.sampling.repetition_penalty != 1 and prompt.distinct is None:
             prompt.distinct = torch.tensor(sorted(set(request.tokens)), dtype=torch.int64, device=self._device)
         return sampler.Draw(params=request.sampling, choice=choice, index=len(outputs),

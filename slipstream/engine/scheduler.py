@@ -165,8 +165,8 @@ class Scheduler:
         return StepPlan(preempted=preempted, begun=tuple(begun), admitted=tuple(admitted), chunks=tuple(chunks))
 
     def advance(self, chunk: Chunk, tokens: SequenceOf[int], now: float, drafts: tuple[int, ...] = ()) -> list[TokenEvent]:
-        """The chunk is in the caches and `tokens` were drawn, one per choice (none iff it does not sample), or of its one choice
-        its right drafts and one; `drafts`: what may come after these. May end it."""
+        """The chunk is in the caches and `tokens` were drawn: one per choice (none iff it does not sample), behind those of its
+        drafts that are right; `drafts`: what may come after these. May end it."""
         sequence = chunk.sequence
         assert sequence.computed == chunk.start, "plans are carried out in the order in which they were made"
         sequence.ahead -= chunk.count

@@ -97,7 +97,7 @@ def test_the_same_tokens_with_drafts(tp: int, pp: int, alone: dict[tuple[str, in
 
     def counted(engine: Engine) -> dict[tuple[str, int], list[int]]:
         found = serve(engine)
-        accepted.append(engine.counters().accepted_tokens)
+        accepted.append(engine.counters().spec_accepted_tokens)
         return found
 
     watch = functools.partial(Watched, right=RIGHT["mixed"], texts=texts)

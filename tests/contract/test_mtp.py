@@ -96,12 +96,12 @@ def test_drafts_by_the_reference(case: Case, chunk: int, right: str) -> None:
             assert_empty(made)
     counters = made.counters()
     assert counters.cached_tokens > 0
-    assert counters.draft_tokens > 0
+    assert counters.spec_draft_tokens > 0
     if right == "none":
-        assert counters.accepted_tokens == 0
+        assert counters.spec_accepted_tokens == 0
     if right in ("all", "mixed"):
         assert counters.steps < 2 * (TOKENS * len(case.asks))
-        assert counters.accepted_tokens > 0.3 * counters.draft_tokens
+        assert counters.spec_accepted_tokens > 0.3 * counters.spec_draft_tokens
 
 
 @pytest.mark.parametrize("chunk", [7, 64])
@@ -114,7 +114,7 @@ def test_drafts_after_a_hand_over(case: Case, chunk: int) -> None:
         found = engine_driver.split(prefill, decode, [(asked, pixels)])
         assert found.tokens == {asked.id.name: case.outputs[asked.id.name]}
         case.check(model, asked.id.name)
-        assert decode.counters().accepted_tokens > 0
+        assert decode.counters().spec_accepted_tokens > 0
     assert not idle.made
 
 
@@ -134,6 +134,6 @@ def test_drafts_of_several_ranks(case: Case, tp: int, pp: int) -> None:
                 assert run(made).tokens[name] == case.outputs[name], (turn, name)
                 case.check(watched[(pp - 1) * tp], name)
         assert_empty(made)
-        assert made.counters().accepted_tokens > 0
+        assert made.counters().spec_accepted_tokens > 0
 
     replica(case.folder, tp, pp, serve, drafts=3, watch=watch)

@@ -15,6 +15,7 @@ import torch
 from slipstream.engine import sampler
 from slipstream.engine.drafting import Drawn, accepted
 from slipstream.engine.engine import GenerationRequest
+from slipstream.layers.batch import AttentionCache
 from slipstream.types import SamplingParams, StopParams, TokenEvent
 from tests.support import mtp, oracle, tiny
 from tests.support.drafting import RIGHT, engine
@@ -108,7 +109,7 @@ def test_output_is_the_same(folder: Path, plain: tuple[Events, Any, int], drafts
     same(found, expected)
     assert counters.output_tokens >= slow.output_tokens - 60, "but for the one that was given up, what is told is counted"
     if right in ("own", "all"):
-        assert counters.accepted_tokens > (0.4 * counters.draft_tokens if right == "all" else 20)
+        assert counters.spec_accepted_tokens > (0.4 * counters.spec_draft_tokens if right == "all" else 20)
         assert counters.steps < slow.steps
 
 
@@ -118,8 +119,17 @@ def test_little_memory_and_small_steps(folder: Path, plain: tuple[Events, Any, i
     """Preemption and resume in the middle of accepted tokens; steps without room for drafts; drafts over several blocks."""
     found, counters, resumes = serve(folder, 3, **config)
     same(found, plain[0])
-    assert counters.accepted_tokens > 0
+    assert counters.spec_accepted_tokens > 0
     assert (resumes > 0) == ("growth_tokens" in config)
+
+
+def test_kv_in_fp8(folder: Path) -> None:
+    """The draft layer's rows too; a cache in FP8 rounds alike with drafts and without."""
+    made, _ = engine(folder, 3, kv_dtype="fp8_e4m3")
+    assert {cache.kv.dtype for cache in made.caches if isinstance(cache, AttentionCache)} == {torch.float8_e4m3fn}
+    found, plain = (serve(folder, drafts, kv_dtype="fp8_e4m3", kv_cache_tokens=16 * 80) for drafts in (3, 0))
+    same(found[0], plain[0])
+    assert found[1].spec_accepted_tokens > 0
 
 
 def chance(found: Sequence[int], expected: Sequence[float]) -> float:
@@ -180,8 +190,8 @@ def test_the_distribution_through_the_engine(folder: Path) -> None:
             for event in made.step().events:
                 tokens[event.choice] = (*tokens.get(event.choice, ()), event.token)
         found.update(first[:3] for first in tokens.values())
-    assert made.counters().draft_tokens == 480
-    assert 48 < made.counters().accepted_tokens < 432, "both happen often"
+    assert made.counters().spec_draft_tokens == 480
+    assert 48 < made.counters().spec_accepted_tokens < 432, "both happen often"
     keys = list(outcomes)
     assert min(outcomes.values()) * 480 > 4
     assert chance([found[key] for key in keys], [480 * outcomes[key] for key in keys]) > 0.01

@@ -106,7 +106,7 @@ def poison(engine: Engine) -> None:
     """Fill all caches with NaN: whatever is read before it is written shows."""
     for cache in engine.caches:
         for tensor in ([cache.kv] if isinstance(cache, AttentionCache) else []) + list(states_of(cache).values()):
-            tensor.fill_(torch.nan)
+            tensor.view(torch.uint8).fill_(127) if tensor.dtype == torch.float8_e4m3fn else tensor.fill_(torch.nan)
 
 
 def assert_empty(engine: Engine) -> None:
