@@ -42,8 +42,9 @@ class Matcher(Protocol):
     def copy(self) -> Matcher:
         """Another one that is as far."""
 
-    def allowed(self) -> bytes:
-        """A bit for each token that may come next, the lowest of the first byte for token 0."""
+    def allowed_along(self, drafts: tuple[int, ...]) -> list[bytes]:
+        """A bit for each token that may come next, the lowest of the first byte for token 0; then the same after each of the
+        drafts, as far as they are allowed."""
 
     def accept(self, token: int) -> None:
         """The next token, which is allowed."""
@@ -118,6 +119,10 @@ class Sequence:
     """Block table. The first `shared` of it are the cache's, pinned; the others are owned as the state says."""
     shared: int = 0
     state_slot: int | None = None
+    spare_slots: tuple[int, ...] = ()
+    """One for each draft of a step; their contents mean nothing between steps."""
+    drafts: tuple[int, ...] = ()
+    """What may follow its last token, from the step before."""
     cached: int = 0
     """Tokens that were here when its memory was taken."""
     snapshot_at: tuple[int, ...] = ()
@@ -168,6 +173,11 @@ class Sequence:
     def parked(self) -> bool:
         """True if it holds memory for a destination that is not ready to take it."""
         return self.split and not self.ready and self.state in (State.COMPUTING, State.HANDED_OFF)
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """All state slots that it holds."""
+        return () if self.state_slot is None else (self.state_slot, *self.spare_slots)
 
     @property
     def owner(self) -> Owner:

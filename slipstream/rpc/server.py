@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 
 from slipstream.errors import ConfigError, InvalidRequestError
 from slipstream.rpc.channel import KEEPALIVE_SECONDS, MAX_MESSAGE_BYTES, OPTIONS
-from slipstream.rpc.security import Accepts, OPEN, REFUSAL, Security
+from slipstream.rpc.security import OPEN, REFUSAL, Accepts, Security
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -123,6 +123,19 @@ class Matcher:
         found = bytearray(mask)
         found[opens // 8] |= 1 << opens % 8
         return bytes(found)
+
+    def allowed_along(self, drafts: Sequence[int]) -> list[bytes]:
+        """The same, and after each of the drafts, as far as they are allowed."""
+        found, after = [self.allowed()], self
+        for token in drafts:
+            if not found[-1][token // 8] >> token % 8 & 1:
+                break
+            after = after.copy() if after is self else after
+            after.accept(token)
+            if after.over:
+                break
+            found.append(after.allowed())
+        return found
 
     def accept(self, token: int) -> None:
         """The next token. Raises InternalError for one that is not allowed."""
