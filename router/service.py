@@ -9,7 +9,7 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,12 +18,15 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from router import policy
+from router import policy, reasoning
+from router.answer import Answer
+from router.fetch import Fetcher
 from router.generate import Bounds, GenerateRequest, Generation, Times
 from router.inspect import inspect
 from router.limits import Limits
+from router.messages import Still
 from router.openai import ChatRequest, CompletionRequest, Options
-from router.prompt import PictureBytes, Prompt, PromptBuilder, Share
+from router.prompt import PictureBytes, Prompt, PromptBuilder, Share, media_of
 from router.record import record
 from router.stream import TextStream
 from router.workers import WorkerLink, Workers
@@ -34,6 +37,7 @@ from slipstream.observability.metrics import RouterMetrics
 from slipstream.observability.record import Recorder
 from slipstream.rpc import convert
 from slipstream.rpc.security import OPEN, Security
+from slipstream.text.videos import Frames
 from slipstream.types import Role, StopParams
 
 logger = logging.getLogger(__name__)
@@ -56,6 +60,10 @@ class Ticket:
     """By choice."""
     prompt_tokens: int
     share: Share
+    answers: tuple[Answer, ...] = ()
+    """By choice, of a chat."""
+    echo: str = ""
+    """What the client wants before the text."""
 
 
 class RouterService:
@@ -77,6 +85,7 @@ class RouterService:
         self.draining = False
         self._missing = ""  # when a worker last came or went
         self.created = int(time.time())
+        self._fetcher = Fetcher(config.router.fetch)
         self._threads = ThreadPoolExecutor(PROMPT_THREADS, thread_name_prefix="prompt")
         self._thread_free = asyncio.Semaphore(PROMPT_THREADS)
         self._numbers = itertools.count(1)
@@ -138,14 +147,47 @@ class RouterService:
 
     async def begin_chat(self, request: ChatRequest, name: str, deadline: float) -> Ticket:
         """Raises the SlipstreamError that refuses the request."""
-        return await self._begin(request.options, lambda take: self.builder.chat(request.messages, take), name, deadline)
+        build = partial(self.builder.chat, request.messages, tools=request.tools.shown, values=request.template)
+        ticket = await self._begin(request.options, build, name, deadline, media_of(request.messages))
+        opened = ticket.generation.request.prompt.opens_thinking
+        return replace(ticket, answers=tuple(self._answer(request, opened) for _ in ticket.texts))
+
+    def _answer(self, request: ChatRequest, opened: bool) -> Answer:
+        if not self.builder.thinks:
+            return Answer(request.tools, None, None)
+        begin, end = (self.builder.tokenizer.token_id(mark) for mark in (reasoning.OPEN, reasoning.CLOSE))
+        count = None if end is None else reasoning.ThinkCount(begin, end, opened=opened)
+        return Answer(request.tools, reasoning.ThinkSplitter(opened=opened), count)
 
     async def begin_completion(self, request: CompletionRequest, name: str, deadline: float) -> Ticket:
         """Raises the SlipstreamError that refuses the request."""
         prompt = request.prompt
-        return await self._begin(
+        ticket = await self._begin(
             request.options, lambda take: self.builder.text(prompt) if isinstance(prompt, str) else self.builder.ids(prompt),
             name, deadline)
+        if not request.echo:
+            return ticket
+        return replace(ticket, echo=prompt if isinstance(prompt, str) else self.builder.tokenizer.words(prompt))
+
+    async def tokens(self, model: str, build: Callable[[Callable[[int], None]], Prompt], deadline: float) -> tuple[int, ...]:
+        """Of a prompt that is built and not computed. Raises the SlipstreamError that refuses it."""
+        self.check_model(model)
+        self._admit()
+        share = Share(self._pictures)
+        try:
+            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
+                return (await self._build(partial(build, share.take))).tokens
+        except TimeoutError as error:
+            raise DeadlineError("the request's deadline passed while its prompt was prepared") from error
+        finally:
+            share.close()
+            self._leave()
+
+    def check_model(self, model: str) -> None:
+        """Raises ModelNotFoundError for another than ours."""
+        if model != self.model_name:
+            raise ModelNotFoundError(f"the model that was asked for is not served here; this router serves {self.model_name}",
+                                     field="model")
 
     def end(self, ticket: Ticket) -> None:
         """The reader is done with it, however it ended. Call exactly once."""
@@ -156,20 +198,18 @@ class RouterService:
         self._account(ticket.generation)
 
     async def _begin(self, options: Options, build: Callable[[Callable[[int], None]], Prompt], name: str,
-                     deadline: float) -> Ticket:
+                     deadline: float, media: Sequence[Still | Frames] = ()) -> Ticket:
         arrived = time.monotonic()
-        if options.model != self.model_name:
-            raise ModelNotFoundError(f"the model that was asked for is not served here; this router serves {self.model_name}",
-                                     field="model")
+        self.check_model(options.model)
         if reason := self.problem():
             raise policy.refusal(reason)
-        self.limits.admit()
-        self._idle.clear()
-        self.metrics.in_flight.set(self.limits.in_flight)
+        self._admit()
         generation: Generation | None = None
         share = Share(self._pictures)
         try:
             async with asyncio.timeout(max(0.0, deadline - arrived)):
+                self.builder.admit(media)
+                await self._fetcher.fill(media, share.take)
                 prompt = await self._build(partial(build, share.take))
             generation = self._generation(options, prompt, name, arrived, deadline)
             self._running.add(generation)
@@ -228,6 +268,11 @@ class RouterService:
         return Generation(request, self.workers, self.metrics, Times(arrived=arrived), partial(next, self._numbers),
                           Bounds(unread_bytes=limits.unread_bytes, max_resumes=limits.max_resumes,
                                  resume_wait_seconds=limits.resume_wait_seconds))
+
+    def _admit(self) -> None:
+        self.limits.admit()
+        self._idle.clear()
+        self.metrics.in_flight.set(self.limits.in_flight)
 
     def _leave(self) -> None:
         self.limits.leave()

@@ -238,7 +238,10 @@ def test_a_call_that_breaks_off_is_no_json(text: str, begun: str) -> None:
 
 
 def test_text_around_calls() -> None:
-    text = 'Let me see.\n\n<tool_call>{"name": "none", "arguments": {}}</tool_call>\n<tool_call><function=none></function></tool_call>\n'
+    text = (
+        "Let me see.\n\n<tool_call>{\"name\": \"none\", \"arguments\": {}}</tool_call>\n<tool_call><function=none>"
+        "</function></tool_call>\n"
+    )
     first, second = [Call(0, "none"), Arguments(0, "{}")], [Call(1, "none"), Arguments(1, "{}")]
     assert told(ToolParser(TOOLS), text) == [Content("Let me see."), *first, *second]
     assert told(ToolParser(TOOLS), text + "Done.\n") == [Content("Let me see."), *first, *second, Content("\nDone.")]
