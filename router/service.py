@@ -10,7 +10,7 @@ import re
 import secrets
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,12 +19,15 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from router import policy
+from router import policy, reasoning
+from router.answer import Answer
+from router.fetch import Fetcher
 from router.generate import Bounds, GenerateRequest, Generation, Times
 from router.inspect import inspect
 from router.limits import Limits
+from router.messages import Still
 from router.openai import ChatRequest, CompletionRequest, Options
-from router.prompt import PictureBytes, Prompt, PromptBuilder, Share
+from router.prompt import PictureBytes, Prompt, PromptBuilder, Share, media_of
 from router.record import record
 from router.stream import TextStream
 from router.workers import WorkerLink, Workers
@@ -35,6 +38,7 @@ from slipstream.observability.metrics import RouterMetrics
 from slipstream.observability.record import Recorder
 from slipstream.rpc import convert
 from slipstream.rpc.security import OPEN, Security
+from slipstream.text.videos import Frames
 from slipstream.types import Role, StopParams
 
 logger = logging.getLogger(__name__)
@@ -58,6 +62,10 @@ class Ticket:
     """By choice."""
     prompt_tokens: int
     share: Share
+    answers: tuple[Answer, ...] = ()
+    """By choice, of a chat."""
+    echo: str = ""
+    """What the client wants before the text."""
 
 
 class RouterService:
@@ -79,6 +87,7 @@ class RouterService:
         self.draining = False
         self._missing = ""  # when a worker last came or went
         self.created = int(time.time())
+        self._fetcher = Fetcher(config.router.fetch)
         self.grpc_address = ""
         """Where the public gRPC API listens."""
         self._threads = ThreadPoolExecutor(PROMPT_THREADS, thread_name_prefix="prompt")
@@ -142,14 +151,27 @@ class RouterService:
 
     async def begin_chat(self, request: ChatRequest, name: str, deadline: float) -> Ticket:
         """Raises the SlipstreamError that refuses the request."""
-        return await self._begin(request.options, lambda take: self.builder.chat(request.messages, take), name, deadline)
+        build = partial(self.builder.chat, request.messages, tools=request.tools.shown, values=request.template)
+        ticket = await self._begin(request.options, build, name, deadline, media_of(request.messages))
+        opened = ticket.generation.request.prompt.opens_thinking
+        return replace(ticket, answers=tuple(self._answer(request, opened) for _ in ticket.texts))
+
+    def _answer(self, request: ChatRequest, opened: bool) -> Answer:
+        if not self.builder.thinks:
+            return Answer(request.tools, None, None)
+        begin, end = (self.builder.tokenizer.token_id(mark) for mark in (reasoning.OPEN, reasoning.CLOSE))
+        count = None if end is None else reasoning.ThinkCount(begin, end, opened=opened)
+        return Answer(request.tools, reasoning.ThinkSplitter(opened=opened), count)
 
     async def begin_completion(self, request: CompletionRequest, name: str, deadline: float) -> Ticket:
         """Raises the SlipstreamError that refuses the request."""
         prompt = request.prompt
-        return await self._begin(
+        ticket = await self._begin(
             request.options, lambda take: self.builder.text(prompt) if isinstance(prompt, str) else self.builder.ids(prompt),
             name, deadline)
+        if not request.echo:
+            return ticket
+        return replace(ticket, echo=prompt if isinstance(prompt, str) else self.builder.tokenizer.words(prompt))
 
     async def tokens(self, model: str, build: Callable[[Callable[[int], None]], Prompt], deadline: float) -> tuple[int, ...]:
         """Of a prompt that is built and not computed. Raises the SlipstreamError that refuses it."""
@@ -180,7 +202,7 @@ class RouterService:
         self._account(ticket.generation)
 
     async def _begin(self, options: Options, build: Callable[[Callable[[int], None]], Prompt], name: str,
-                     deadline: float) -> Ticket:
+                     deadline: float, media: Sequence[Still | Frames] = ()) -> Ticket:
         arrived = time.monotonic()
         self.check_model(options.model)
         if reason := self.problem():
@@ -190,6 +212,8 @@ class RouterService:
         share = Share(self._pictures)
         try:
             async with asyncio.timeout(max(0.0, deadline - arrived)):
+                self.builder.admit(media)
+                await self._fetcher.fill(media, share.take)
                 prompt = await self._build(partial(build, share.take))
             generation = self._generation(options, prompt, name, arrived, deadline)
             self._running.add(generation)

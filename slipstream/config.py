@@ -14,6 +14,7 @@ from typing import Any
 
 from slipstream import typed
 from slipstream.config_access import GrpcConfig, SecurityConfig
+from slipstream.config_fetch import FetchConfig
 from slipstream.errors import ConfigError
 from slipstream.types import Role
 
@@ -196,6 +197,8 @@ class RouterConfig:
     """A worker that says nothing for so long is taken for stuck: its requests fail, and it gets no more until it answers."""
     drain_seconds: float = 30.0
     """How long running requests may go on after a stop was asked for."""
+    fetch: FetchConfig = field(default_factory=FetchConfig)
+    """A section of its own."""
     grpc: GrpcConfig = field(default_factory=GrpcConfig)
     """`[router.grpc]`."""
 
@@ -333,12 +336,13 @@ _LABEL = re.compile(r"!?(?:in\([\w.-]+(?: *, *[\w.-]+)*\)|[\w.-]+)")
 _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("at least 1", lambda value: value >= 1,
      "engine.block_size engine.kv_cache_tokens engine.max_running engine.max_batch_tokens engine.threads engine.growth_tokens "
-     "transfer.frame_bytes router.max_in_flight router.max_video_frames debug.record_bytes"),
+     "transfer.frame_bytes router.max_in_flight router.max_video_frames debug.record_bytes "
+     "router.fetch.max_bytes router.fetch.concurrent"),
     ("at least 0", lambda value: value >= 0,
      "engine.state_snapshots transfer.image_store_bytes transfer.rdma.quarantine_seconds transfer.faults.delay_seconds "
-     "transfer.faults.stall_at_bytes transfer.faults.bytes_per_second"),
+     "transfer.faults.stall_at_bytes transfer.faults.bytes_per_second router.fetch.max_redirects"),
     ("above 0", lambda value: value > 0,
-     "transfer.stall_seconds transfer.lease_seconds transfer.connect_seconds ray.unresponsive_seconds"),
+     "transfer.stall_seconds transfer.lease_seconds transfer.connect_seconds ray.unresponsive_seconds router.fetch.seconds"),
     ("in (0, 1]", lambda value: 0 < value <= 1, "transfer.parked_fraction"),
     ("a share, 0 to 1", lambda value: 0 <= value <= 1,
      "transfer.faults.drop transfer.faults.duplicate transfer.faults.corrupt transfer.faults.cut"),
