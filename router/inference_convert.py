@@ -64,10 +64,8 @@ def messages(given: Sequence[pb.Message]) -> list[dict[str, Any]]:
 
 
 def _content(message: pb.Message) -> str | list[dict[str, Any]]:
-    """Texts alone are one text: templates of models without eyes know nothing else."""
-    if message.parts and all(part.WhichOneof("part") == "text" for part in message.parts):
-        return "".join(part.text for part in message.parts)
-    return [_part(part) for part in message.parts]
+    parts = message.parts
+    return parts[0].text if len(parts) == 1 and parts[0].WhichOneof("part") == "text" else [_part(part) for part in parts]
 
 
 def _part(part: pb.Part) -> dict[str, Any]:

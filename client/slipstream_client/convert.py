@@ -13,7 +13,8 @@ from slipstream_client.types import Answer, ChatRequest, Choice, Delta, FinishRe
 from slipstream_client.v1 import inference_pb2 as pb
 
 _ROLES = {"system": pb.ROLE_SYSTEM, "user": pb.ROLE_USER, "assistant": pb.ROLE_ASSISTANT}
-_REASONS: dict[int, FinishReason] = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+_REASONS: dict[int, FinishReason | None] = {
+    pb.FINISH_REASON_UNSPECIFIED: None, pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
 
 R = TypeVar("R", pb.GenerateRequest, pb.ChatRequest)
 
@@ -115,18 +116,22 @@ class Collector:
         self.request_id = ""
         self._deltas: deque[Delta] = deque()
         self._texts: dict[int, list[str]] = {}
+        self._thoughts: dict[int, list[str]] = {}
         self._logprobs: dict[int, list[TokenLogprob]] = {}
         self._reasons: dict[int, FinishReason] = {}
         self._usage: types.Usage | None = None
 
     def add(self, message: pb.GenerateResponse | pb.ChatResponse) -> None:
         """A message has come."""
-        self._deltas.extend(Delta(choice=told.choice, text=told.text, finish_reason=_REASONS.get(told.finish_reason),
+        self._deltas.extend(Delta(choice=told.choice, text=told.text, reasoning=told.reasoning,
+                                  finish_reason=_REASONS.get(told.finish_reason, "other"),
                                   logprobs=tuple(_logprob(one.token, one.top) for one in told.logprobs))
                             for told in message.deltas)
         if message.HasField("usage"):
-            self._usage = types.Usage(prompt_tokens=message.usage.prompt_tokens, cached_tokens=message.usage.cached_tokens,
-                                      completion_tokens=message.usage.completion_tokens)
+            told = message.usage
+            self._usage = types.Usage(prompt_tokens=told.prompt_tokens, completion_tokens=told.completion_tokens,
+                                      cached_tokens=told.cached_tokens,
+                                      reasoning_tokens=told.reasoning_tokens if told.HasField("reasoning_tokens") else None)
 
     def take(self) -> Delta | None:
         """The next delta that has come."""
@@ -134,6 +139,7 @@ class Collector:
             return None
         delta = self._deltas.popleft()
         self._texts.setdefault(delta.choice, []).append(delta.text)
+        self._thoughts.setdefault(delta.choice, []).append(delta.reasoning)
         self._logprobs.setdefault(delta.choice, []).extend(delta.logprobs)
         if delta.finish_reason is not None:
             self._reasons[delta.choice] = delta.finish_reason
@@ -147,6 +153,7 @@ class Collector:
         """Raises IncompleteError for an answer without its end."""
         if self._usage is None or self._texts.keys() != self._reasons.keys():
             raise IncompleteError("the answer ended before it was complete", request_id=self.request_id)
-        choices = tuple(Choice(text="".join(self._texts[i]), finish_reason=self._reasons[i],
-                               logprobs=tuple(self._logprobs[i])) for i in sorted(self._texts))
+        choices = tuple(Choice(text="".join(self._texts[i]), reasoning="".join(self._thoughts[i]),
+                               finish_reason=self._reasons[i], logprobs=tuple(self._logprobs[i]))
+                        for i in sorted(self._texts))
         return Answer(choices=choices, usage=self._usage, request_id=self.request_id)

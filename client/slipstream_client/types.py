@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "other"]
+"""`other`: one that this version does not know."""
 Role = Literal["system", "user", "assistant"]
 
 
@@ -129,7 +130,9 @@ class Delta:
     """What is new of one choice."""
 
     choice: int
-    text: str
+    text: str = ""
+    reasoning: str = ""
+    """The model's thinking, where the router tells it apart; a delta has this or `text`."""
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
     """Set in a choice's last one."""
@@ -142,6 +145,9 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    """Of the prompt, those that had not to be computed."""
+    reasoning_tokens: int | None = None
+    """Of the completion; None: not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,6 +156,7 @@ class Choice:
 
     text: str
     finish_reason: FinishReason
+    reasoning: str = ""
     logprobs: tuple[TokenLogprob, ...] = ()
 
 

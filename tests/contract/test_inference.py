@@ -62,12 +62,13 @@ def test_a_chat(router: Front, stub: Stub) -> None:
 
 def test_both_apis_ask_the_workers_for_the_same(router: Front, stub: Stub) -> None:
     router.answer("x")
-    router.chat("hello", temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, seed=-3, presence_penalty=0.5, frequency_penalty=-0.5,
+    said = [{"type": "text", "text": "hello"}, {"type": "text", "text": "there"}]
+    router.chat(said, temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, seed=-3, presence_penalty=0.5, frequency_penalty=-0.5,
                 repetition_penalty=1.1, logit_bias={"7": 2.5}, max_tokens=9, stop=["zz"], stop_token_ids=[9, 8], min_tokens=1,
                 n=2, logprobs=True, top_logprobs=3, priority=-4, cache_salt="s")
     router.answer("x")
     stub.read("Chat", chat(
-        "hello", n=2, logprobs=3, priority=-4, cache_salt="s",
+        "hello", "there", n=2, logprobs=3, priority=-4, cache_salt="s",
         sampling=pb.Sampling(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, seed=-3, presence_penalty=0.5,
                              frequency_penalty=-0.5, repetition_penalty=1.1, logit_bias={7: 2.5}),
         stop=pb.Stop(max_tokens=9, strings=["zz"], token_ids=[9, 8], min_tokens=1)))
