@@ -6,6 +6,7 @@ import base64
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -19,8 +20,9 @@ from slipstream.errors import LaunchError
 from slipstream.types import Role
 from slipstream.v1 import worker_pb2
 from slipstream_client.v1 import inference_pb2 as pb
+from tests.support.certificates import TOKEN, token_file
 from tests.support.fake_workers import Plan
-from tests.support.inference import Stub, chat, refused, text
+from tests.support.inference import REPLIES, Stub, chat, refused, text
 from tests.support.scripted_router import CHECKPOINT, CONTEXT, MODEL, REFUSING, SECRET, Front, front, picture
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -345,6 +347,8 @@ def test_not_ready_and_draining(tmp_path_factory: pytest.TempPathFactory) -> Non
         next(call)
         with ThreadPoolExecutor(1) as pool:
             ended = pool.submit(router._started[-1].stop, 15.0)
+            router.stage.until(lambda: "draining" in stub("GetLoad", pb.GetLoadRequest()).problem, "it drains")
+            assert health.Check(health_pb2.HealthCheckRequest(), timeout=5).status == NOT_SERVING, "from the first moment"
             assert next(watch).status == NOT_SERVING
             _, details = refused(lambda: stub.read("Chat", chat()), grpc.StatusCode.UNAVAILABLE)
             assert "RetryInfo" in details
@@ -358,3 +362,23 @@ def test_a_port_that_is_taken_is_named(router: Front) -> None:
     with pytest.raises(LaunchError) as caught:
         router.start([], f"router.grpc.port={router.grpc.rpartition(':')[2]}")
     assert "router.grpc.port" in str(caught.value)
+
+
+def test_every_call_but_one_asks_for_the_token(router: Front, tmp_path: Path) -> None:
+    first = router.url, router.grpc
+    router.start([], f"router.grpc.token_file={token_file(tmp_path)}")
+    with grpc.insecure_channel(router.grpc) as channel:
+        router.url, router.grpc = first
+        health, reflect = "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"
+        paths = [*(f"{SERVICE}/{name}" for name in (*REPLIES, "None")), f"{health}/Watch", f"{health}/check",
+                 f"{reflect}/ServerReflectionInfo", f"/{health}/Check", f"{health}/Check/"]
+        for path in paths:
+            for metadata in ((), (("authorization", "Bearer "),), (("authorization", f"Bearer {TOKEN}x"),)):
+                ask: Any = channel.stream_stream(f"/{path}")
+                with pytest.raises(grpc.RpcError) as caught:
+                    list(ask(iter([b""]), metadata=metadata, timeout=5))
+                assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED, path
+                assert TOKEN not in str(caught.value)
+        assert health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5).status == NOT_SERVING
+        models: Any = channel.unary_unary(f"/{SERVICE}/ListModels", None, pb.ListModelsResponse.FromString)
+        assert models(b"", metadata=(("authorization", f"Bearer {TOKEN}"),), timeout=5).models
