@@ -293,9 +293,9 @@ def test_nobody_decodes_for_a_client_that_has_left() -> None:
         sizes.append(size)
         share.close()
 
+    asked = chat_request({"model": MODEL, "messages": [{"role": "user", "content": [picture(96, 96)] * 3}]})
     with pytest.raises(CancelledError):
-        messages = [{"role": "user", "content": [picture(96, 96)] * 3}]
-        builder.chat(chat_request({"model": MODEL, "messages": messages}).messages, take)
+        builder.chat(asked.messages, take)
     assert sizes == [3 * 96 * 96]
     assert everything.taken == 0
 

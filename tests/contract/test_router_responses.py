@@ -32,16 +32,12 @@ def client(router: Front) -> Iterator[openai.OpenAI]:
         yield one
 
 
-def prompt_of(router: Front) -> str:
-    return router.tokenizer.words(router.stage.last.submits[Role.PREFILL][0].tokens)
-
-
 def test_text(router: Front, client: openai.OpenAI) -> None:
     tokens = router.answer("Hello, 北京 🙂.")
     reply = client.responses.create(
         model=MODEL, input="hi", instructions="Be brief.", max_output_tokens=50, temperature=0.5, metadata={"a": "b"}
     )
-    assert prompt_of(router) == (
+    assert router.prompt == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     )
     assert (reply.output_text, reply.status, reply.object) == ("Hello, 北京 🙂.", "completed", "response")
@@ -132,7 +128,7 @@ def test_a_conversation_with_calls(router: Front, client: openai.OpenAI) -> None
     result = {"type": "function_call_output", "call_id": first.output[2].call_id, "output": "25 °C"}
     items: Any = [{"role": "user", "content": [{"type": "input_text", "text": "Weather?"}]}, *first.output, result]
     assert client.responses.create(model=MODEL, input=items, tools=[TOOL]).output_text == "Warm."
-    text = prompt_of(router).partition("</think>")[0][-60:] + prompt_of(router).partition("</think>")[2]
+    text = router.prompt.partition("</think>")[0][-60:] + router.prompt.partition("</think>")[2]
     assert text == (
         "<|im_start|>user\nWeather?<|im_end|>\n<|im_start|>assistant\n<think>\nhm\n"[-60:]
         + "\n\nLooking."
