@@ -59,15 +59,18 @@ class App:
 
     def __init__(self, service: RouterService) -> None:
         self._service = service
-        routes = [(_CHAT, self._chat, "POST"), (_COMPLETIONS, self._completion, "POST"), (_RESPONSES, self._response, "POST"),
-                  ("/tokenize", self._tokenize, "POST"), ("/detokenize", self._detokenize, "POST"),
-                  ("/openapi.json", self._openapi, "GET"),
-                  ("/v1/models", self._models, "GET"), ("/v1/models/{name:path}", self._model, "GET"),
-                  ("/health", self._health, "GET"), ("/live", self._live, "GET"), ("/metrics", self._metrics, "GET"),
-                  ("/status", self._status, "GET")]
         self._routes = Starlette(
-            routes=[Route(path, self._guard(path, endpoint), methods=[method]) for path, endpoint, method in routes],
+            routes=[Route(path, self._guard(path, endpoint), methods=[method]) for path, endpoint, method in self.routes()],
             exception_handlers={HTTPException: self._no_route})
+
+    def routes(self) -> list[tuple[str, Endpoint, str]]:
+        """(path, what answers, method)."""
+        return [(_CHAT, self._chat, "POST"), (_COMPLETIONS, self._completion, "POST"), (_RESPONSES, self._response, "POST"),
+                ("/tokenize", self._tokenize, "POST"), ("/detokenize", self._detokenize, "POST"),
+                ("/openapi.json", self._openapi, "GET"),
+                ("/v1/models", self._models, "GET"), ("/v1/models/{name:path}", self._model, "GET"),
+                ("/health", self._health, "GET"), ("/live", self._live, "GET"), ("/metrics", self._metrics, "GET"),
+                ("/status", self._status, "GET")]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """What the HTTP server calls."""

@@ -39,7 +39,7 @@ def tools(fields: Mapping[str, Any]) -> Tools:
         raise InvalidRequestError(f"tools must be a list of at most {MAX_TOOLS} tools", field="tools")
     shown = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(given)]
     try:
-        size = sum(len(json.dumps(tool)) for tool in shown)
+        size = sum(len(json.dumps(tool, ensure_ascii=False)) for tool in shown)
     except RecursionError:
         raise InvalidRequestError("tools are nested too deeply", field="tools") from None
     if size > MAX_TOOLS_CHARACTERS:

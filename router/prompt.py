@@ -99,7 +99,8 @@ class PromptBuilder:
         media = media_of(messages)
         self.admit(media)
         self._check_template(messages, tools, values or {})
-        text = self._template.render([self._plain(message) for message in messages], tools, self._known(values or {}))
+        plain = [_plain(message, joined=self.checkpoint.vision is None) for message in messages]
+        text = self._template.render(plain, tools, self._known(values or {}))
         opens = self.thinks and text.rstrip().endswith(OPEN)
         tokens = self._encode(self._with_times(text, media), "messages")
         image, limit = self.checkpoint.image, self._config.max_image_pixels
@@ -207,15 +208,6 @@ class PromptBuilder:
                                      field=prompt.field if room < 1 else "max_tokens")
         return room if wanted is None else wanted
 
-    def _plain(self, message: dict[str, Any]) -> dict[str, Any]:
-        """As the template takes it."""
-        content = message["content"]
-        if not isinstance(content, list):
-            return message
-        if self.checkpoint.vision is None:  # templates of text models add the content to a string
-            return {**message, "content": "\n".join(part["text"] for part in content)}
-        return {**message, "content": [part if part["type"] == "text" else {"type": part["type"]} for part in content]}
-
     def _finish(self, tokens: list[int], pictures: Sequence[Picture], field: str) -> Prompt:
         """Expand each picture's placeholder to as many tokens as it takes."""
         if not tokens:
@@ -240,3 +232,13 @@ def media_of(messages: Sequence[dict[str, Any]]) -> list[Still | Frames]:
     """The pictures and videos of checked messages, in order."""
     parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
     return [part[part["type"]] for part in parts if part["type"] != "text"]
+
+
+def _plain(message: dict[str, Any], *, joined: bool) -> dict[str, Any]:
+    """As the template takes it. `joined`: templates of text models add the content to a string."""
+    content = message["content"]
+    if isinstance(content, str):
+        return message
+    if joined:
+        return {**message, "content": "\n".join(part["text"] for part in content)}
+    return {**message, "content": [part if part["type"] == "text" else {"type": part["type"]} for part in content]}

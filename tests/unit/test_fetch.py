@@ -122,8 +122,10 @@ async def test_without_domains_nothing_is_fetched() -> None:
         assert not server.heads
 
 
-@pytest.mark.parametrize(("domains", "taken"), [
-    (("127.0.0.1",), True), (("example.com",), False), ((".0.0.1",), True), (("0.0.1",), False), (("EXAMPLE.com", "*"), True)])
+@pytest.mark.parametrize(
+    ("domains", "taken"),
+    [(("127.0.0.1",), True), (("example.com",), False), ((".0.0.1",), True), (("0.0.1",), False), (("EXAMPLE.com", "*"), True)],
+)
 async def test_domains(domains: tuple[str, ...], taken: bool) -> None:
     async with serving() as server:
         if taken:
@@ -133,9 +135,29 @@ async def test_domains(domains: tuple[str, ...], taken: bool) -> None:
                 await fetched(f"{server.url}/picture", domains=domains)
 
 
-PRIVATE = ("127.0.0.2", "169.254.169.254", "10.0.0.1", "192.168.1.1", "[::1]", "[::ffff:127.0.0.2]", "2130706434",
-           "0x7f.0.0.2", "0177.0.0.2", "0.0.0.0", "[::]", "[64:ff9b::a00:1]", "[2002:a00:1::]", "[fe80::1]", "[fc00::1]",
-           "224.0.0.1", "100.64.0.1", "[::ffff:10.0.0.1]", "255.255.255.255", "[ff02::1]", "[2001:db8::1]")
+PRIVATE = (
+    "127.0.0.2",
+    "169.254.169.254",
+    "10.0.0.1",
+    "192.168.1.1",
+    "[::1]",
+    "[::ffff:127.0.0.2]",
+    "2130706434",
+    "0x7f.0.0.2",
+    "0177.0.0.2",
+    "0.0.0.0",
+    "[::]",
+    "[64:ff9b::a00:1]",
+    "[2002:a00:1::]",
+    "[fe80::1]",
+    "[fc00::1]",
+    "224.0.0.1",
+    "100.64.0.1",
+    "[::ffff:10.0.0.1]",
+    "255.255.255.255",
+    "[ff02::1]",
+    "[2001:db8::1]",
+)
 
 
 @pytest.mark.parametrize("host", PRIVATE)
@@ -151,9 +173,18 @@ async def test_addresses_that_are_not_public_are_refused(host: str, redirected: 
         assert len(server.heads) == redirected
 
 
-@pytest.mark.parametrize("location", ["file:///etc/passwd", "ftp://127.0.0.1/", "gopher://127.0.0.1/", "//user@127.0.0.1/",
-                                      "http://[::1", "http://127.0.0.1:99999/",
-                                      "data:image/png;base64,AAAA"])
+@pytest.mark.parametrize(
+    "location",
+    [
+        "file:///etc/passwd",
+        "ftp://127.0.0.1/",
+        "gopher://127.0.0.1/",
+        "//user@127.0.0.1/",
+        "http://[::1",
+        "http://127.0.0.1:99999/",
+        "data:image/png;base64,AAAA",
+    ],
+)
 async def test_redirects_to_what_is_no_http_url_are_refused(location: str) -> None:
     async with serving() as server:
         server.paths["/to"] = _reply(b"", "302 Found", location=location)
@@ -170,9 +201,14 @@ async def test_redirects_are_bounded() -> None:
         assert len(server.heads) == 4
 
 
-@pytest.mark.parametrize(("path", "settings", "words"), [
-    ("/endless", {"max_bytes": 100_000}, "longer than 100000 bytes"), ("/slow", {"seconds": 0.5}, "within 0.5 seconds"),
-    ("/nothing", {}, "status 404")])
+@pytest.mark.parametrize(
+    ("path", "settings", "words"),
+    [
+        ("/endless", {"max_bytes": 100_000}, "longer than 100000 bytes"),
+        ("/slow", {"seconds": 0.5}, "within 0.5 seconds"),
+        ("/nothing", {}, "status 404"),
+    ],
+)
 async def test_servers_that_want_too_much(path: str, settings: dict[str, Any], words: str) -> None:
     async with serving() as server:
         started = time.monotonic()
@@ -214,8 +250,9 @@ async def test_a_name_with_one_private_address_is_refused(names: dict[str, list[
 
 
 @pytest.mark.parametrize(("name", "good"), [("pictures.test", True), ("other.test", False)])
-async def test_certificates_are_of_the_name_and_not_of_the_address(names: dict[str, list[list[str]]], name: str,
-                                                                   good: bool) -> None:
+async def test_certificates_are_of_the_name_and_not_of_the_address(
+    names: dict[str, list[list[str]]], name: str, good: bool
+) -> None:
     authority = trustme.CA()
     ours, theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
     authority.issue_cert("pictures.test").configure_cert(ours)
