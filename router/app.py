@@ -12,7 +12,8 @@ import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -22,12 +23,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from router import openai
+from router import openai, openapi, responses, tokens
+from router.completions import Completion, Shape
 from router.events import EventStream
 from router.inspect import DETAILS
 from router.reader import Piece, Reader
-from router.service import RouterService, Ticket, report, request_names
-from router.stream import DONE, Shape, error_body, event
+from router.response_events import ResponseEvents
+from router.service import RouterService, Ticket, request_names
+from router.stream import error_body
 from slipstream.errors import (
     AuthenticationError,
     CancelledError,
@@ -43,11 +46,12 @@ from slipstream.observability.metrics import CONTENT_TYPE
 
 logger = logging.getLogger(__name__)
 
-_CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_CHAT, _COMPLETIONS, _RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 NOTICE_SECONDS = 1.0
 """How long the server may take to say that a connection has broken, after a write on it failed."""
 _json = msgspec.json.Encoder()
 
+T = TypeVar("T")
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
@@ -57,14 +61,19 @@ class App:
     def __init__(self, service: RouterService) -> None:
         self._service = service
         self._open = {"/health", "/live"} | ({"/metrics"} if service.config.router.open_metrics else set())
-        routes = [(_CHAT, self._chat, "POST"), (_COMPLETIONS, self._completion, "POST"),
-                  ("/v1/models", self._models, "GET"), ("/v1/models/{name:path}", self._model, "GET"),
-                  ("/health", self._health, "GET"), ("/live", self._live, "GET"), ("/metrics", self._metrics, "GET"),
-                  ("/status", self._status, "GET")]
         self._routes = Starlette(
-            routes=[Route(path, self._guard(path, endpoint), methods=[method]) for path, endpoint, method in routes],
+            routes=[Route(path, self._guard(path, endpoint), methods=[method]) for path, endpoint, method in self.routes()],
             exception_handlers={HTTPException: self._no_route})
         self._routes.router.redirect_slashes = False
+
+    def routes(self) -> list[tuple[str, Endpoint, str]]:
+        """(path, what answers, method)."""
+        return [(_CHAT, self._chat, "POST"), (_COMPLETIONS, self._completion, "POST"), (_RESPONSES, self._response, "POST"),
+                ("/tokenize", self._tokenize, "POST"), ("/detokenize", self._detokenize, "POST"),
+                ("/openapi.json", self._openapi, "GET"),
+                ("/v1/models", self._models, "GET"), ("/v1/models/{name:path}", self._model, "GET"),
+                ("/health", self._health, "GET"), ("/live", self._live, "GET"), ("/metrics", self._metrics, "GET"),
+                ("/status", self._status, "GET")]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """What the HTTP server calls."""
@@ -119,23 +128,30 @@ class App:
         deadline = self._deadline(request)
         parsed = openai.chat_request(await self._body(request, deadline))
         begin = self._service.begin_chat(parsed, logs.request_id.get(), deadline, request.state.client)
-        return await self._answer(request, await _unless_gone(request, begin), chat=True)
+        return await self._answer(request, await _unless_gone(request, begin), _CHAT)
 
     async def _completion(self, request: Request) -> Response:
         deadline = self._deadline(request)
         parsed = openai.completion_request(await self._body(request, deadline))
         begin = self._service.begin_completion(parsed, logs.request_id.get(), deadline, request.state.client)
-        return await self._answer(request, await _unless_gone(request, begin), chat=False)
+        return await self._answer(request, await _unless_gone(request, begin), _COMPLETIONS)
 
-    async def _answer(self, request: Request, ticket: Ticket, *, chat: bool) -> Response:
-        shape = Shape(id=("chatcmpl-" if chat else "cmpl-") + ticket.id.rpartition("-")[2], model=self._service.model_name,
-                      created=int(time.time()), chat=chat)
-        wants_report = request.headers.get("x-slipstream-report") == "1"
+    async def _response(self, request: Request) -> Response:
+        deadline = self._deadline(request)
+        body = await self._body(request, deadline)
+        with responses.own_names():
+            begin = self._service.begin_chat(responses.chat_request(body), logs.request_id.get(), deadline,
+                                             request.state.client)
+            ticket = await _unless_gone(request, begin)
+        return await self._answer(request, ticket, _RESPONSES, body)
+
+    async def _answer(self, request: Request, ticket: Ticket, path: str, body: Any = None) -> Response:
+        view = self._view(request, ticket, path, body)
         reader = Reader(self._service, ticket)
         watch = asyncio.create_task(_disconnect(request, ticket))
         try:
             if not ticket.options.stream:
-                return _respond(await self._whole(reader, shape, wants_report))
+                return _respond(await self._whole(reader, view))
             first: list[Piece] = []
             while not first:  # a failure before the first token still has its own status
                 first = await reader.next()
@@ -150,47 +166,64 @@ class App:
         def close() -> None:
             reader.close()
             end = ticket.generation.end
-            self._count(_CHAT if chat else _COMPLETIONS, 200 if end is None or end.error is None else end.error.http_status)
+            self._count(path, 200 if end is None or end.error is None else end.error.http_status)
 
-        return EventStream(self._stream(reader, first, shape, wants_report), ended=ticket.generation.wait, close=close)
+        return EventStream(self._stream(reader, first, view), ended=ticket.generation.wait, close=close)
 
-    async def _whole(self, reader: Reader, shape: Shape, wants_report: bool) -> dict[str, Any]:
+    def _view(self, request: Request, ticket: Ticket, path: str, body: Any) -> Completion | ResponseEvents:
+        name, model, now = ticket.id.rpartition("-")[2], self._service.model_name, int(time.time())
+        wants_report = request.headers.get("x-slipstream-report") == "1"
+        if path == _RESPONSES:
+            return ResponseEvents(f"resp_{name}", model, now, body, wants_report=wants_report)
+        chat = path == _CHAT
+        shape = Shape(id=("chatcmpl-" if chat else "cmpl-") + name, model=model, created=now, chat=chat)
+        return Completion(shape, wants_report=wants_report)
+
+    async def _whole(self, reader: Reader, view: Completion | ResponseEvents) -> dict[str, Any]:
         pieces: list[list[Piece]] = [[] for _ in reader.ticket.texts]
         while not reader.over:
             for piece in await reader.next():
                 pieces[piece.choice].append(piece)
         reader.close()
-        choices = [("".join(piece.text for piece in of), of[-1].reason or "stop",
-                    reader.logprobs([entry for piece in of for entry in piece.entries], chat=shape.chat)) for of in pieces]
-        body = shape.whole(choices, reader.usage())
-        return {**body, "slipstream": report(reader.ticket.generation)} if wants_report else body
+        return view.whole(reader, pieces)
 
-    async def _stream(self, reader: Reader, pieces: list[Piece], shape: Shape,
-                      wants_report: bool) -> AsyncGenerator[bytes, None]:
-        asked = reader.ticket.options.include_usage
-        begun: set[int] = set()
+    async def _stream(self, reader: Reader, pieces: list[Piece],
+                      view: Completion | ResponseEvents) -> AsyncGenerator[bytes, None]:
         try:
+            for event in view.begin(reader):
+                yield event
             while True:
-                for piece in pieces:
-                    told = reader.logprobs(piece.entries, chat=shape.chat)
-                    if piece.choice not in begun or piece.text or piece.entries:
-                        yield event(shape.chunk(piece.choice, piece.text, None, first=piece.choice not in begun, usage=asked,
-                                                logprobs=told))
-                    begun.add(piece.choice)
-                    if piece.reason is not None:
-                        last = shape.chunk(piece.choice, None, piece.reason, usage=asked)
-                        if wants_report and reader.over and piece is pieces[-1]:
-                            last["slipstream"] = report(reader.ticket.generation)
-                        yield event(last)
+                for event in view.news(reader, pieces):
+                    yield event
                 if reader.over:
                     break
                 pieces = await reader.next()
-            if asked:
-                yield event(shape.usage_chunk(reader.usage()))
-            yield DONE
+            for event in view.end(reader):
+                yield event
         except SlipstreamError as error:
             logger.warning("the stream ended with an error: %s", error.message, extra={"request_id": reader.ticket.id})
-            yield event(error_body(error))
+            for event in view.failure(error):
+                yield event
+
+    # Tokens -----------------------------------------------------------------------------------------------------------
+
+    async def _tokenize(self, request: Request) -> Response:
+        deadline = self._deadline(request)
+        asked = tokens.tokenize_request(await self._body(request, deadline))
+        ids = await _unless_gone(request, self._service.tokens(asked.model or self._service.model_name,
+                                                               partial(tokens.build, asked, self._service.builder), deadline))
+        words = map(self._service.builder.tokenizer.word, ids) if asked.wants_words else None
+        return _respond({"count": len(ids), "max_model_len": self._service.max_context, "tokens": ids,
+                         "token_strs": None if words is None else list(words)})
+
+    async def _detokenize(self, request: Request) -> Response:
+        deadline = self._deadline(request)
+        model, ids = tokens.detokenize_request(await self._body(request, deadline), self._service.checkpoint.vocab_size)
+        self._service.check_model(model or self._service.model_name)
+        return _respond({"prompt": await asyncio.to_thread(self._service.builder.tokenizer.words, ids)})
+
+    async def _openapi(self, request: Request) -> Response:
+        return _respond(openapi.document())
 
     # Bodies, errors ---------------------------------------------------------------------------------------------------
 
@@ -264,7 +297,7 @@ class App:
         return _respond(body, error.status_code, {**(error.headers or {}), "x-request-id": _request_id(request)[1]})
 
 
-async def _unless_gone(request: Request, begin: Coroutine[Any, Any, Ticket]) -> Ticket:
+async def _unless_gone(request: Request, begin: Coroutine[Any, Any, T]) -> T:
     """Begin a request, unless its client leaves before its prompt is ready."""
     beginning, gone = asyncio.create_task(begin), asyncio.create_task(_gone(request))
     try:

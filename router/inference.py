@@ -150,9 +150,9 @@ class InferenceServer:
             reader.close()
 
     async def _write(self, reader: Reader, kind: Response, context: Context) -> None:
-        tokenizer = self._service.builder.tokenizer
+        tokenizer, chat = self._service.builder.tokenizer, kind is pb.ChatResponse
         while not reader.over:
-            deltas = [convert.delta(piece, tokenizer) for piece in await reader.next()]
+            deltas = [delta for piece in await reader.next() for delta in convert.deltas(piece, tokenizer, chat=chat)]
             if reader.over:
                 await context.write(kind(deltas=deltas, usage=convert.usage(reader.usage())))
             elif deltas:

@@ -18,7 +18,8 @@ from router import openai
 from router.logprobs import FLOOR, Entry
 from router.openai import ChatRequest, CompletionRequest
 from router.reader import Piece
-from slipstream.errors import InvalidRequestError, SlipstreamError
+from router.reasoning import Content, Reasoning
+from slipstream.errors import InternalError, InvalidRequestError, SlipstreamError
 from slipstream.text.tokenizer import Tokenizer
 from slipstream_client.v1 import inference_pb2 as pb
 from slipstream_client.v1 import status_pb2
@@ -113,13 +114,23 @@ def _bound(count: int, field: str) -> None:
 # Answers --------------------------------------------------------------------------------------------------------------
 
 
-def delta(piece: Piece, tokenizer: Tokenizer) -> pb.Delta:
-    """What is new of one choice."""
-    result = pb.Delta(choice=piece.choice, logprobs=[_entry(entry, tokenizer) for entry in piece.entries],
-                      finish_reason=_REASONS[piece.reason] if piece.reason is not None else pb.FINISH_REASON_UNSPECIFIED)
-    if piece.text:
-        result.text = piece.text
-    return result
+def deltas(piece: Piece, tokenizer: Tokenizer, *, chat: bool) -> list[pb.Delta]:
+    """What is new of one choice; in a chat thinking and answer apart, and the text without their marks."""
+    made = [pb.Delta(choice=piece.choice, text=piece.text)] if piece.text and not chat else []
+    for part in piece.parts if chat else ():
+        match part:
+            case Reasoning():
+                made.append(pb.Delta(choice=piece.choice, reasoning=part.text))
+            case Content():
+                made.append(pb.Delta(choice=piece.choice, text=part.text))
+            case _:  # no request of this API offers tools
+                raise InternalError("a call that nobody offered a tool for")
+    if not made and (piece.entries or piece.reason):
+        made = [pb.Delta(choice=piece.choice)]
+    if made:
+        made[0].logprobs.extend(_entry(entry, tokenizer) for entry in piece.entries)
+        made[-1].finish_reason = _REASONS[piece.reason] if piece.reason is not None else pb.FINISH_REASON_UNSPECIFIED
+    return made
 
 
 def _entry(entry: Entry, tokenizer: Tokenizer) -> pb.TokenLogprobs:
@@ -132,7 +143,8 @@ def _entry(entry: Entry, tokenizer: Tokenizer) -> pb.TokenLogprobs:
 def usage(told: dict[str, Any]) -> pb.Usage:
     """From OpenAI's usage object."""
     return pb.Usage(prompt_tokens=told["prompt_tokens"], completion_tokens=told["completion_tokens"],
-                    cached_tokens=told["prompt_tokens_details"]["cached_tokens"])
+                    cached_tokens=told["prompt_tokens_details"]["cached_tokens"],
+                    reasoning_tokens=told.get("completion_tokens_details", {}).get("reasoning_tokens"))
 
 
 def load(status: dict[str, Any]) -> pb.GetLoadResponse:

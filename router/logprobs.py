@@ -37,15 +37,8 @@ def chat(tokenizer: Tokenizer, entries: Sequence[Entry]) -> dict[str, Any]:
 
 def text(tokenizer: Tokenizer, entries: Sequence[Entry]) -> dict[str, Any]:
     """`choices[].logprobs` of a text completion; the drawn token is among the top ones even if it is not that probable."""
-    def name(token: int) -> str:
-        raw = tokenizer.token_bytes(token)
-        try:
-            return raw.decode()
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-
     own = [max(entry.logprobs.logprob, FLOOR) for entry in entries]
-    names = [name(entry.token) for entry in entries]
-    top = [{**{name(token): max(logprob, FLOOR) for token, logprob in reversed(entry.logprobs.top)}, names[i]: own[i]}
+    names = [tokenizer.word(entry.token) for entry in entries]
+    top = [{**{tokenizer.word(token): max(logprob, FLOOR) for token, logprob in reversed(entry.logprobs.top)}, names[i]: own[i]}
            for i, entry in enumerate(entries)]
     return {"tokens": names, "token_logprobs": own, "top_logprobs": top, "text_offset": [entry.offset for entry in entries]}

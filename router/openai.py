@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from router.formats import response_grammar
-from router.messages import as_object, checked_message
+from router import structured
+from router.fields import as_object, boolean, integer, number
+from router.functions import Tools, tools
+from router.messages import checked_message
 from slipstream.errors import InvalidRequestError
 
 MAX_STOPS = 4
@@ -25,6 +27,7 @@ MAX_CHAT_LOGPROBS = 20
 MAX_TEXT_LOGPROBS = 5
 MAX_BIASES = 1024
 MAX_CHOICES = 16
+MAX_TEMPLATE_VALUES = 16
 MAX_SALT_CHARACTERS = 256
 MAX_PRIORITY = 100
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}")
@@ -32,21 +35,18 @@ _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 
 # field -> the values that change nothing
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "echo": (False,), "suffix": ("",),
-    "tools": ([],),
-    "functions": ([],), "tool_choice": ("none", "auto"), "function_call": ("none", "auto"),
-    "modalities": (["text"],), "prompt_logprobs": (0, False), "web_search_options": (), "audio": (),
-    "prediction": (), "chat_template": (),
-    "chat_template_kwargs": ({},), "guided_json": (), "guided_regex": (), "reasoning_effort": (),
-    "image_embeds": (), "prompt_embeds": (),
+    "suffix": ("",), "functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],),
+    "prompt_logprobs": (False,), "web_search_options": (), "audio": (), "prediction": (), "chat_template": (),
+    "guided_json": (), "guided_regex": (), "image_embeds": (), "prompt_embeds": (),
 }
-_IGNORED = frozenset({"user", "metadata", "store", "service_tier", "parallel_tool_calls", "safety_identifier",
+_IGNORED = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier",
                       "prompt_cache_key", "verbosity"})
 _COMMON = frozenset({"model", "stream", "stream_options", "temperature", "top_p", "seed", "max_tokens", "stop",
                      "stop_token_ids", "ignore_eos", "min_tokens", "top_k", "min_p",
-                     "presence_penalty", "frequency_penalty",
-                     "repetition_penalty", "logit_bias", "logprobs", "n", "best_of", "cache_salt", "priority",
-                     "response_format"})
+                     "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "logprobs", "n", "best_of",
+                     "cache_salt", "priority", "response_format"})
+_CHAT = _COMMON | {"messages", "top_logprobs", "max_completion_tokens", "tools", "tool_choice", "parallel_tool_calls",
+                   "chat_template_kwargs", "reasoning_effort"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +79,9 @@ class ChatRequest:
 
     options: Options
     messages: list[dict[str, Any]]
+    tools: Tools
+    template: dict[str, Any]
+    """What the template is told besides; whether it knows that is for the caller to check."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +90,8 @@ class CompletionRequest:
 
     options: Options
     prompt: str | list[int]
+    echo: bool = False
+    """The text begins with the prompt's."""
 
 
 def parse(body: bytes | bytearray) -> Any:
@@ -109,29 +114,44 @@ def parse(body: bytes | bytearray) -> Any:
 def chat_request(body: Any) -> ChatRequest:
     """Raises InvalidRequestError naming the field."""
     fields = as_object(body, "the body")
-    _check_fields(fields, _COMMON | {"messages", "top_logprobs", "max_completion_tokens"})
-    messages = fields.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise InvalidRequestError("messages must be a list of at least one message", field="messages")
-    if len(messages) > MAX_MESSAGES:
-        raise InvalidRequestError(f"messages holds {len(messages)} messages; the limit is {MAX_MESSAGES}", field="messages")
-    return ChatRequest(options=_options(fields, _chat_logprobs(fields)),
-                       messages=[checked_message(item, i) for i, item in enumerate(messages)])
+    _check_fields(fields, _CHAT)
+    messages = as_items(fields.get("messages"), "messages")
+    return chat_of(fields, [checked_message(item, f"messages[{i}]") for i, item in enumerate(messages)])
+
+
+def as_items(value: Any, field: str) -> list[Any]:
+    """A conversation's items. Raises InvalidRequestError."""
+    if not isinstance(value, list) or not value:
+        raise InvalidRequestError(f"{field} must be a list of at least one item", field=field)
+    if len(value) > MAX_MESSAGES:
+        raise InvalidRequestError(f"{field} holds {len(value)} items; the limit is {MAX_MESSAGES}", field=field)
+    return value
+
+
+def chat_of(fields: Mapping[str, Any], messages: list[dict[str, Any]]) -> ChatRequest:
+    """Of checked messages; the names of `fields` are known. Raises InvalidRequestError naming the field."""
+    offered = tools(fields)
+    structured.refuse_tools(offered.structure)
+    return ChatRequest(options=_options(fields, _chat_logprobs(fields)), messages=messages, tools=offered,
+                       template=_template(fields))
 
 
 def completion_request(body: Any) -> CompletionRequest:
     """Raises InvalidRequestError naming the field."""
     fields = as_object(body, "the body")
     _check_fields({name: value for name, value in fields.items() if (name, value) != ("top_logprobs", 0)},
-                  _COMMON | {"prompt"})
+                  _COMMON | {"prompt", "echo"})
     options = _options(fields, _text_logprobs(fields))
+    if (echo := boolean(fields, "echo")) and options.sampling.get("logprobs") is not None:
+        raise InvalidRequestError("echo with logprobs needs the logprobs of the prompt, which are not available yet; leave one "
+                                  "of them out", field="echo")
     prompt = fields.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     if isinstance(prompt, str) and prompt:
-        return CompletionRequest(options=options, prompt=prompt)
+        return CompletionRequest(options=options, prompt=prompt, echo=echo)
     if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
-        return CompletionRequest(options=options, prompt=prompt)
+        return CompletionRequest(options=options, prompt=prompt, echo=echo)
     raise InvalidRequestError("prompt must be one non-empty string, or one non-empty list of token ids; send several prompts "
                               "as several requests", field="prompt")
 
@@ -142,12 +162,12 @@ def _check_fields(fields: Mapping[str, Any], known: frozenset[str]) -> None:
             continue
         if name not in _NEUTRAL:
             raise InvalidRequestError(f"unknown field {name[:64]!r}; leave it out", field=name[:64])
-        if not any((type(value) is type(neutral) and value == neutral) or _same_number(value, neutral)
+        if not any((type(value) is type(neutral) and value == neutral) or _samenumber(value, neutral)
                    for neutral in _NEUTRAL[name]):
             raise InvalidRequestError(f"this value of {name} is not supported; leave the field out", field=name)
 
 
-def _same_number(value: Any, neutral: Any) -> bool:
+def _samenumber(value: Any, neutral: Any) -> bool:
     numbers = isinstance(value, int | float) and isinstance(neutral, int | float)
     return numbers and not isinstance(value, bool) and not isinstance(neutral, bool) and value == neutral
 
@@ -156,30 +176,31 @@ def _options(fields: Mapping[str, Any], logprobs: int | None) -> Options:
     model = fields.get("model")
     if not isinstance(model, str) or not model:
         raise InvalidRequestError("model must be the name of a model; GET /v1/models lists them", field="model")
-    stream = _bool(fields, "stream")
+    stream = boolean(fields, "stream")
+    form = structured.response_format(fields.get("response_format"), "response_format")
     return Options(
         model=model, stream=stream, include_usage=_include_usage(fields, stream),
         sampling=_sampling(fields, logprobs), max_tokens=_max_tokens(fields), stop=_stop(fields),
-        stop_token_ids=_stop_token_ids(fields), ignore_eos=_bool(fields, "ignore_eos"), min_tokens=_min_tokens(fields),
-        n=_choices(fields), cache_salt=_cache_salt(fields), grammar=response_grammar(fields),
-        priority=_integer(fields, "priority", -MAX_PRIORITY, MAX_PRIORITY) or 0)
+        stop_token_ids=_stop_token_ids(fields), ignore_eos=boolean(fields, "ignore_eos"), min_tokens=_min_tokens(fields),
+        n=_choices(fields), cache_salt=_cache_salt(fields), grammar=structured.grammar_of(form, fields),
+        priority=integer(fields, "priority", -MAX_PRIORITY, MAX_PRIORITY) or 0)
 
 
 def _sampling(fields: Mapping[str, Any], logprobs: int | None) -> dict[str, Any]:
-    top_k = _integer(fields, "top_k", -1, 1 << 31)
+    top_k = integer(fields, "top_k", -1, 1 << 31)
     asked = {
-        "temperature": _number(fields, "temperature", 0.0, 2.0), "top_p": _number(fields, "top_p", 0.0, 1.0, open_low=True),
-        "top_k": None if top_k is None else max(0, top_k), "min_p": _number(fields, "min_p", 0.0, 1.0),
-        "presence_penalty": _number(fields, "presence_penalty", -2.0, 2.0),
-        "frequency_penalty": _number(fields, "frequency_penalty", -2.0, 2.0),
-        "repetition_penalty": _number(fields, "repetition_penalty", 1e-6, 10.0),
-        "logit_bias": _logit_bias(fields), "logprobs": logprobs, "seed": _integer(fields, "seed", -_MAX_SEED, _MAX_SEED - 1)}
+        "temperature": number(fields, "temperature", 0.0, 2.0), "top_p": number(fields, "top_p", 0.0, 1.0, open_low=True),
+        "top_k": None if top_k is None else max(0, top_k), "min_p": number(fields, "min_p", 0.0, 1.0),
+        "presence_penalty": number(fields, "presence_penalty", -2.0, 2.0),
+        "frequency_penalty": number(fields, "frequency_penalty", -2.0, 2.0),
+        "repetition_penalty": number(fields, "repetition_penalty", 1e-6, 10.0),
+        "logit_bias": _logit_bias(fields), "logprobs": logprobs, "seed": integer(fields, "seed", -_MAX_SEED, _MAX_SEED - 1)}
     return {name: value for name, value in asked.items() if value is not None}
 
 
 def _chat_logprobs(fields: Mapping[str, Any]) -> int | None:
-    top = _integer(fields, "top_logprobs", 0, MAX_CHAT_LOGPROBS)
-    if _bool(fields, "logprobs"):
+    top = integer(fields, "top_logprobs", 0, MAX_CHAT_LOGPROBS)
+    if boolean(fields, "logprobs"):
         return top or 0
     if top:
         raise InvalidRequestError("top_logprobs needs logprobs: true", field="top_logprobs")
@@ -187,14 +208,25 @@ def _chat_logprobs(fields: Mapping[str, Any]) -> int | None:
 
 
 def _text_logprobs(fields: Mapping[str, Any]) -> int | None:
-    return None if fields.get("logprobs") is False else _integer(fields, "logprobs", 0, MAX_TEXT_LOGPROBS)
+    return None if fields.get("logprobs") is False else integer(fields, "logprobs", 0, MAX_TEXT_LOGPROBS)
 
 
 def _choices(fields: Mapping[str, Any]) -> int:
-    n, best_of = _integer(fields, "n", 1, MAX_CHOICES) or 1, _integer(fields, "best_of", 1, MAX_CHOICES)
+    n, best_of = integer(fields, "n", 1, MAX_CHOICES) or 1, integer(fields, "best_of", 1, MAX_CHOICES)
     if best_of is not None and best_of != n:
         raise InvalidRequestError(f"best_of ({best_of}) other than n ({n}) is not supported; leave it out", field="best_of")
     return n
+
+
+def _template(fields: Mapping[str, Any]) -> dict[str, Any]:
+    given, effort = fields.get("chat_template_kwargs") or {}, fields.get("reasoning_effort")
+    if not isinstance(given, dict) or len(given) > MAX_TEMPLATE_VALUES or not all(
+            isinstance(value, bool | int | float | str | None) for value in given.values()):
+        raise InvalidRequestError(f"chat_template_kwargs must be an object of at most {MAX_TEMPLATE_VALUES} texts, numbers, "
+                                  "true or false", field="chat_template_kwargs")
+    if effort is not None and not isinstance(effort, str):
+        raise InvalidRequestError("reasoning_effort must be a string", field="reasoning_effort")
+    return given if effort is None else {**given, "reasoning_effort": effort}
 
 
 def _cache_salt(fields: Mapping[str, Any]) -> str:
@@ -206,7 +238,7 @@ def _cache_salt(fields: Mapping[str, Any]) -> str:
 
 
 def _min_tokens(fields: Mapping[str, Any]) -> int:
-    least, most = _integer(fields, "min_tokens", 0, 1 << 31) or 0, _max_tokens(fields)
+    least, most = integer(fields, "min_tokens", 0, 1 << 31) or 0, _max_tokens(fields)
     if most is not None and least > most:
         raise InvalidRequestError(f"min_tokens ({least}) is more than max_tokens ({most})", field="min_tokens")
     return least
@@ -238,12 +270,12 @@ def _include_usage(fields: Mapping[str, Any], stream: bool) -> bool:
     for name in options:
         if name not in ("include_usage", "include_obfuscation"):
             raise InvalidRequestError(f"unknown field stream_options.{name[:64]}", field="stream_options")
-    return _bool(options, "include_usage", "stream_options.")
+    return boolean(options, "include_usage", "stream_options.")
 
 
 def _max_tokens(fields: Mapping[str, Any]) -> int | None:
-    old = _integer(fields, "max_tokens", 1, 1 << 31)
-    new = _integer(fields, "max_completion_tokens", 1, 1 << 31)
+    old = integer(fields, "max_tokens", 1, 1 << 31)
+    new = integer(fields, "max_completion_tokens", 1, 1 << 31)
     if old is not None and new is not None and old != new:
         raise InvalidRequestError("max_tokens and max_completion_tokens differ; give one", field="max_completion_tokens")
     return old if new is None else new
@@ -268,31 +300,3 @@ def _stop_token_ids(fields: Mapping[str, Any]) -> tuple[int, ...]:
     if not isinstance(ids, list) or len(ids) > 64 or not all(type(one) is int and 0 <= one < 1 << 31 for one in ids):
         raise InvalidRequestError("stop_token_ids must be a list of at most 64 token ids", field="stop_token_ids")
     return tuple(ids)
-
-
-def _bool(fields: Mapping[str, Any], name: str, prefix: str = "") -> bool:
-    value = fields.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise InvalidRequestError(f"{prefix}{name} must be true or false", field=prefix + name)
-    return bool(value)
-
-
-def _integer(fields: Mapping[str, Any], name: str, low: int, high: int) -> int | None:
-    value = fields.get(name)
-    if value is None:
-        return None
-    if type(value) is not int or not low <= value <= high:
-        raise InvalidRequestError(f"{name} must be an integer from {low} to {high}", field=name)
-    return value
-
-
-def _number(fields: Mapping[str, Any], name: str, low: float, high: float, open_low: bool = False) -> float | None:
-    value = fields.get(name)
-    if value is None:
-        return None
-    # The range comes first: an integer of 400 digits is no float, and NaN is in no range.
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high \
-            or (open_low and value == low):
-        raise InvalidRequestError(f"{name} must be a number {'above' if open_low else 'from'} {low:g} "
-                                  f"{'and up to' if open_low else 'to'} {high:g}", field=name)
-    return float(value)

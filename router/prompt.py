@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from router.messages import Still
+from router.reasoning import CLOSE, OPEN
 from slipstream.checkpoint import Checkpoint
 from slipstream.config import RouterConfig
 from slipstream.errors import (
@@ -34,14 +36,10 @@ class Prompt:
     pictures: tuple[Picture, ...] = ()
     field: str
     """Of the request body, for what is wrong with it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Still:
-    """A picture as a request holds it."""
-
-    url: str
-    field: str
+    may_think: bool = False
+    """Its answer may begin with thinking."""
+    opens_thinking: bool = False
+    """It ends with `<think>`, so the answer begins as thinking."""
 
 
 class PictureBytes:
@@ -93,28 +91,58 @@ class PromptBuilder:
         self.checkpoint = checkpoint
         self.tokenizer = Tokenizer(checkpoint.path)
         self._template = ChatTemplate(checkpoint.path, self.tokenizer.quote)
+        self.thinks = self._template.thinks
         self._config = config
 
-    def chat(self, messages: Sequence[dict[str, Any]], take: Callable[[int], None]) -> Prompt:
-        """`messages` as the OpenAI API has them, checked for form already; `take` hears of each picture's bytes before it is
-        decoded. Raises InvalidRequestError, and what `take` raises."""
-        media: list[Still | Frames] = []
-        plain = [self._plain(message, number, media) for number, message in enumerate(messages)]
-        self._admit(media)
-        tokens = self._encode(self._with_times(self._template.render(plain), media), "messages")
+    def chat(self, messages: Sequence[dict[str, Any]], take: Callable[[int], None], tools: Sequence[dict[str, Any]] = (),
+             values: Mapping[str, Any] | None = None) -> Prompt:
+        """`messages` as the OpenAI API has them, checked for form already; `values`: what the template is told besides; `take`
+        hears of each picture's bytes before it is decoded. Raises InvalidRequestError, and what `take` raises."""
+        media = media_of(messages)
+        self.admit(media)
+        self._check_template(messages, tools, values or {})
+        plain = [_plain(message, joined=self.checkpoint.vision is None) for message in messages]
+        text = self._template.render(plain, tools, self._known(values or {}))
+        opens = self.thinks and text.rstrip().endswith(OPEN)
+        tokens = self._encode(self._with_times(text, media), "messages")
         image, limit = self.checkpoint.image, self._config.max_image_pixels
         pictures: list[Picture] = []
         for item in media:
             assert image is not None
             if isinstance(item, Still):
-                data = from_data_url(item.url, item.field)
+                data = from_data_url(item.url, item.field) if item.data is None else item.data
                 pictures.append(decode(data, image, max_pixels=limit, field=item.field, take=take))
             else:
                 assert self.checkpoint.video is not None
                 pictures += videos.decode(item, image, self.checkpoint.video, max_pixels=limit, take=take)
-        return self._finish(tokens, pictures, "messages")
+        return replace(self._finish(tokens, pictures, "messages"), opens_thinking=opens,
+                       may_think=self.thinks and not text.rstrip().endswith(CLOSE))
 
-    def _admit(self, media: Sequence[Still | Frames]) -> None:
+    def _check_template(self, messages: Sequence[dict[str, Any]], tools: Sequence[Any], values: Mapping[str, Any]) -> None:
+        """Raise InvalidRequestError for what the template would leave out without a word."""
+        names = self._template.names
+        if "tools" not in names:
+            if tools:
+                raise InvalidRequestError("this model's chat template knows no tools; leave them out", field="tools")
+            for number, message in enumerate(messages):
+                if message["role"] == "tool" or "tool_calls" in message:
+                    raise InvalidRequestError("this model's chat template knows no tools; leave their calls and results out",
+                                              field=f"messages[{number}]" + (".tool_calls" if "tool_calls" in message else ""))
+        for name in values.keys() - names:
+            if name == "reasoning_effort" and values[name] == "none" and "enable_thinking" in names:
+                continue
+            field = "reasoning_effort" if name == "reasoning_effort" else f"chat_template_kwargs.{name[:64]}"
+            raise InvalidRequestError(f"this model's chat template does not know {name[:64]!r}; leave it out", field=field)
+        if taken := values.keys() & {"messages", "tools", "add_generation_prompt"}:
+            raise InvalidRequestError(f"chat_template_kwargs cannot set {min(taken)}", field="chat_template_kwargs")
+
+    def _known(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Without thinking is one thing, however it is asked for."""
+        if values.get("reasoning_effort") == "none" and "reasoning_effort" not in self._template.names:
+            return {**{name: value for name, value in values.items() if name != "reasoning_effort"}, "enable_thinking": False}
+        return dict(values)
+
+    def admit(self, media: Sequence[Still | Frames]) -> None:
         """Raise InvalidRequestError for what this model does not take, or too much of it."""
         if media and self.checkpoint.image is None:
             raise InvalidRequestError("this model is text-only; send the request without images", field=media[0].field)
@@ -183,22 +211,6 @@ class PromptBuilder:
                                      field=prompt.field if room < 1 else "max_tokens")
         return room if wanted is None else wanted
 
-    def _plain(self, message: dict[str, Any], number: int, media: list[Still | Frames]) -> dict[str, Any]:
-        content = message["content"]
-        if isinstance(content, str):
-            return message
-        parts: list[dict[str, Any]] = []
-        for index, part in enumerate(content):
-            if part["type"] == "text":
-                parts.append({"type": "text", "text": part["text"]})
-                continue
-            media.append(part["video"] if part["type"] == "video" else Still(
-                url=part["image_url"]["url"], field=f"messages[{number}].content[{index}].image_url"))
-            parts.append({"type": "video" if part["type"] == "video" else "image"})
-        if self.checkpoint.vision is None:  # templates of text models add the content to a string
-            return {**message, "content": "\n".join(part.get("text", "") for part in parts)}
-        return {**message, "content": parts}
-
     def _finish(self, tokens: list[int], pictures: Sequence[Picture], field: str) -> Prompt:
         """Expand each picture's placeholder to as many tokens as it takes."""
         if not tokens:
@@ -217,3 +229,19 @@ class PromptBuilder:
         for token in tokens:
             expanded.extend([token] * merged_tokens(next(left).grid, merge) if token in marks else [token])
         return Prompt(tokens=tuple(expanded), pictures=tuple(pictures), field=field)
+
+
+def media_of(messages: Sequence[dict[str, Any]]) -> list[Still | Frames]:
+    """The pictures and videos of checked messages, in order."""
+    parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
+    return [part[part["type"]] for part in parts if part["type"] != "text"]
+
+
+def _plain(message: dict[str, Any], *, joined: bool) -> dict[str, Any]:
+    """As the template takes it. `joined`: templates of text models add the content to a string."""
+    content = message["content"]
+    if isinstance(content, str):
+        return message
+    if joined:
+        return {**message, "content": "\n".join(part["text"] for part in content)}
+    return {**message, "content": [part if part["type"] == "text" else {"type": part["type"]} for part in content]}

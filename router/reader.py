@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from router import logprobs
+from router.answer import Part
 from router.dispatch import Tokens
 from router.logprobs import Entry
 from router.service import RouterService, Ticket
 from router.stream import usage
-from slipstream.types import Role
+from slipstream.types import Logprobs, Role
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,8 @@ class Piece:
     """Why the choice ends with it."""
     entries: Sequence[Entry] = ()
     """Logprobs of the tokens that the text begins."""
+    parts: Sequence[Part] = ()
+    """What the text means, in a chat; some of it may come with a later text."""
 
 
 class Reader:
@@ -38,6 +41,8 @@ class Reader:
         self._service = service
         self._closed = False
         self._open = set(range(len(ticket.texts)))
+        self.reasons: dict[int, str] = {}
+        """Why each choice that is over ended."""
 
     @property
     def over(self) -> bool:
@@ -52,7 +57,7 @@ class Reader:
             if news.choice not in self._open:
                 continue
             if isinstance(news, Tokens):
-                pieces += self._add(news)
+                pieces += self._add(news.choice, news.tokens, news.logprobs)
             else:
                 pieces.append(self._last(news.choice, self.ticket.texts[news.choice].finish(), news.reason.value))
         end = output.end
@@ -63,19 +68,35 @@ class Reader:
             raise end.error  # what came before the failure was shown first
         return pieces
 
-    def _add(self, news: Tokens) -> list[Piece]:
-        text = self.ticket.texts[news.choice]
-        shown = text.add(news.tokens, news.logprobs)
-        if text.stopped:
-            self.ticket.generation.enough(news.choice)
-            return [self._last(news.choice, shown, "stop")]
+    def _add(self, choice: int, tokens: Sequence[int], logprobs: Sequence[Logprobs]) -> list[Piece]:
+        text, answer = self.ticket.texts[choice], self.ticket.answers[choice] if self.ticket.answers else None
+        if answer is not None and answer.single and len(tokens) > 1:  # what comes after its call is not counted
+            pieces: list[Piece] = []
+            for number in range(len(tokens)):
+                if choice in self._open:
+                    pieces += self._add(choice, tokens[number : number + 1], logprobs[number : number + 1])
+            return pieces
+        if answer is not None:
+            answer.count(tokens)
+        shown = text.add(tokens, logprobs)
+        parts = answer.add(shown) if answer is not None and shown else ()
+        if text.stopped or (answer is not None and answer.full):
+            self.ticket.generation.enough(choice)
+            return [self._last(choice, shown, "stop", parts)]
         entries = text.entries(over=False)
-        return [Piece(choice=news.choice, text=shown, entries=entries)] if shown or entries else []
+        return [Piece(choice=choice, text=shown, entries=entries, parts=parts)] if shown or entries else []
 
-    def _last(self, choice: int, shown: str, reason: str) -> Piece:
-        text = self.ticket.texts[choice]
+    def _last(self, choice: int, shown: str, reason: str, parts: Sequence[Part] | None = None) -> Piece:
+        """`parts`: those of `shown`, where they are known already."""
+        text, answer = self.ticket.texts[choice], self.ticket.answers[choice] if self.ticket.answers else None
         self._open.discard(choice)
-        return Piece(choice=choice, text=shown, reason="stop" if text.stopped else reason, entries=text.entries(over=True))
+        if answer is not None:
+            parts = [*(parts or ()), *answer.add(shown if parts is None else "", final=True)]
+        reason = "stop" if text.stopped else reason
+        if answer is not None and answer.called and reason == "stop":
+            reason = "tool_calls"
+        self.reasons[choice] = reason
+        return Piece(choice=choice, text=shown, reason=reason, entries=text.entries(over=True), parts=parts or ())
 
     def logprobs(self, entries: Sequence[Entry], *, chat: bool) -> dict[str, Any] | None:
         """As the client sees them; None if it does not want any."""
@@ -88,7 +109,9 @@ class Reader:
         stats, prompt = self.ticket.generation.dispatch.stats, self.ticket.prompt_tokens
         told = stats.get(Role.PREFILL) or stats.get(Role.DECODE)  # decode has heard it in the hand-off
         cached = min(told.cached_tokens, prompt) if told else 0
-        return usage(prompt, sum(text.tokens for text in self.ticket.texts), cached)
+        told_of = zip(self.ticket.answers, self.ticket.texts, strict=False)
+        thought = [min(answer.reasoning_tokens, text.tokens) for answer, text in told_of if answer.reasoning_tokens is not None]
+        return usage(prompt, sum(text.tokens for text in self.ticket.texts), cached, sum(thought) if thought else None)
 
     def close(self) -> None:
         """Cancels what still runs."""

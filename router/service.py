@@ -10,7 +10,7 @@ import re
 import secrets
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,14 +19,17 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from router import keys, policy
+from router import keys, policy, reasoning
 from router.admission import ANYBODY, Client, Turn
+from router.answer import Answer
 from router.breaker import Breakers
+from router.fetch import Fetcher
 from router.generate import Bounds, GenerateRequest, Generation, Times
 from router.inspect import inspect
 from router.limits import Limits
+from router.messages import Still
 from router.openai import ChatRequest, CompletionRequest, Options
-from router.prompt import PictureBytes, Prompt, PromptBuilder, Share
+from router.prompt import PictureBytes, Prompt, PromptBuilder, Share, media_of
 from router.record import record
 from router.schemas import Schemas
 from router.stream import TextStream
@@ -38,6 +41,7 @@ from slipstream.observability.metrics import RouterMetrics
 from slipstream.observability.record import Recorder
 from slipstream.rpc import convert
 from slipstream.rpc.security import OPEN, Security
+from slipstream.text.videos import Frames
 from slipstream.types import Grammar, Role, StopParams
 
 logger = logging.getLogger(__name__)
@@ -62,6 +66,10 @@ class Ticket:
     prompt_tokens: int
     share: Share
     turn: Turn
+    answers: tuple[Answer, ...] = ()
+    """By choice, of a chat."""
+    echo: str = ""
+    """What the client wants before the text."""
 
 
 class RouterService:
@@ -84,6 +92,7 @@ class RouterService:
         self.draining = False
         self._missing = ""  # when a worker last came or went
         self.created = int(time.time())
+        self._fetcher = Fetcher(config.router.fetch)
         self.grpc_address = ""
         """Where the public gRPC API listens."""
         self._threads = ThreadPoolExecutor(PROMPT_THREADS, thread_name_prefix="prompt")
@@ -151,16 +160,28 @@ class RouterService:
 
     async def begin_chat(self, request: ChatRequest, name: str, deadline: float, client: Client = ANYBODY) -> Ticket:
         """Raises the SlipstreamError that refuses the request."""
-        return await self._begin(request.options, lambda take: self.builder.chat(request.messages, take), name, deadline,
-                                 client)
+        build = partial(self.builder.chat, request.messages, tools=request.tools.shown, values=request.template)
+        ticket = await self._begin(request.options, build, name, deadline, client, media_of(request.messages))
+        opened = ticket.generation.request.prompt.opens_thinking
+        return replace(ticket, answers=tuple(self._answer(request, opened) for _ in ticket.texts))
+
+    def _answer(self, request: ChatRequest, opened: bool) -> Answer:
+        if not self.builder.thinks:
+            return Answer(request.tools, None, None)
+        begin, end = (self.builder.tokenizer.token_id(mark) for mark in (reasoning.OPEN, reasoning.CLOSE))
+        count = None if end is None else reasoning.ThinkCount(begin, end, opened=opened)
+        return Answer(request.tools, reasoning.ThinkSplitter(opened=opened), count)
 
     async def begin_completion(self, request: CompletionRequest, name: str, deadline: float,
                                client: Client = ANYBODY) -> Ticket:
         """Raises the SlipstreamError that refuses the request."""
         prompt = request.prompt
-        return await self._begin(
+        ticket = await self._begin(
             request.options, lambda take: self.builder.text(prompt) if isinstance(prompt, str) else self.builder.ids(prompt),
             name, deadline, client)
+        if not request.echo:
+            return ticket
+        return replace(ticket, echo=prompt if isinstance(prompt, str) else self.builder.tokenizer.words(prompt))
 
     async def tokens(self, model: str, build: Callable[[Callable[[int], None]], Prompt], deadline: float,
                      client: Client = ANYBODY) -> tuple[int, ...]:
@@ -192,7 +213,7 @@ class RouterService:
         self._account(ticket.generation)
 
     async def _begin(self, options: Options, build: Callable[[Callable[[int], None]], Prompt], name: str,
-                     deadline: float, client: Client) -> Ticket:
+                     deadline: float, client: Client, media: Sequence[Still | Frames] = ()) -> Ticket:
         arrived = time.monotonic()
         self.check_model(options.model)
         if reason := self.problem():
@@ -204,6 +225,8 @@ class RouterService:
             async with asyncio.timeout(max(0.0, deadline - arrived)):
                 if options.grammar is not None:
                     await self.schemas.check(options.grammar)
+                self.builder.admit(media)
+                await self._fetcher.fill(media, share.take)
                 prompt = await self._build(partial(build, share.take))
                 generation = self._generation(options, prompt, name, arrived, deadline)
                 await self.limits.wait(turn, prompt_tokens=len(prompt.tokens),
@@ -258,13 +281,23 @@ class RouterService:
         request = GenerateRequest(
             id=name, prompt=prompt, deadline=deadline, choices=options.n, priority=options.priority,
             cache_salt=options.cache_salt, sampling=sampling,
-            grammar=None if options.grammar is None else Grammar(text=options.grammar),
+            grammar=self._grammar(options, prompt),
             stop=StopParams(max_tokens=max_tokens, min_tokens=options.min_tokens,
                             stop_token_ids=eos | frozenset(options.stop_token_ids)))
         limits = self.config.router
         return Generation(request, self.workers, self.metrics, Times(arrived=arrived), partial(next, self._numbers),
                           Bounds(unread_bytes=limits.unread_bytes, max_resumes=limits.max_resumes,
                                  resume_wait_seconds=limits.resume_wait_seconds))
+
+    def _grammar(self, options: Options, prompt: Prompt) -> Grammar | None:
+        if options.grammar is None:
+            return None
+        begin, end = (self.builder.tokenizer.token_id(mark) if prompt.may_think else None
+                      for mark in (reasoning.OPEN, reasoning.CLOSE))
+        if end is None:
+            return Grammar(text=options.grammar)
+        opened = prompt.opens_thinking
+        return Grammar(text=options.grammar, think_start=None if opened else begin, think_end=end, thinks=opened)
 
     def _limits_changed(self) -> None:
         admission = self.limits.admission

@@ -1,4 +1,4 @@
-"""Tokens to what the client reads: text, stop strings, OpenAI objects, server-sent events. Knows no worker.
+"""Tokens to text, stop strings, server-sent events. Knows no worker.
 
 [DONE] ends a stream that ended well, and only that: a stream that broke ends with one `error` event.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -149,44 +148,10 @@ class TextStream:
         return rest
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """The objects of one endpoint."""
-
-    id: str
-    model: str
-    created: int
-    chat: bool
-
-    def chunk(self, choice: int, text: str | None, finish_reason: str | None, *, first: bool = False, usage: bool = False,
-              logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
-        """One streamed object. `usage`: the client asked for usage, so every chunk carries the field."""
-        body: dict[str, Any] = {"index": choice, "logprobs": logprobs, "finish_reason": finish_reason}
-        if self.chat:
-            body["delta"] = {"role": "assistant", "content": text or ""} if first else {"content": text} if text else {}
-        else:
-            body["text"] = text or ""
-        return {**self._head(streamed=True), "choices": [body], **({"usage": None} if usage else {})}
-
-    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """The trailing chunk: no choices."""
-        return {**self._head(streamed=True), "choices": [], "usage": usage}
-
-    def whole(self, choices: Sequence[tuple[str, str, dict[str, Any] | None]], usage: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a request that was not streamed: (text, finish reason, logprobs) of each choice."""
-        bodies: list[dict[str, Any]] = []
-        for index, (text, finish_reason, logprobs) in enumerate(choices):
-            body: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": finish_reason}
-            body |= {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}
-            bodies.append(body)
-        return {**self._head(streamed=False), "choices": bodies, "usage": usage}
-
-    def _head(self, *, streamed: bool) -> dict[str, Any]:
-        kind = ("chat.completion" + (".chunk" if streamed else "")) if self.chat else "text_completion"
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
-
-
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
-    """OpenAI's usage object; cached tokens are prefill's."""
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int,
+          reasoning_tokens: int | None = None) -> dict[str, Any]:
+    """OpenAI's usage object; cached tokens are prefill's. `reasoning_tokens`: None where the model does not think aloud."""
+    details = {} if reasoning_tokens is None else {"completion_tokens_details": {"reasoning_tokens": reasoning_tokens}}
     return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens, "prompt_tokens_details": {"cached_tokens": cached_tokens}}
+            "total_tokens": prompt_tokens + completion_tokens, "prompt_tokens_details": {"cached_tokens": cached_tokens},
+            **details}

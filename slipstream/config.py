@@ -12,6 +12,7 @@ from typing import Any
 
 from slipstream import config_rules, typed
 from slipstream.config_access import GrpcConfig, SecurityConfig
+from slipstream.config_fetch import FetchConfig
 from slipstream.errors import ConfigError
 from slipstream.types import Role
 
@@ -219,6 +220,8 @@ class RouterConfig:
     """A worker that says nothing for so long is taken for stuck: its requests fail, and it gets no more until it answers."""
     drain_seconds: float = 30.0
     """How long running requests may go on after a stop was asked for."""
+    fetch: FetchConfig = field(default_factory=FetchConfig)
+    """A section of its own."""
     grpc: GrpcConfig = field(default_factory=GrpcConfig)
     """`[router.grpc]`."""
 

@@ -20,14 +20,15 @@ _LABEL = re.compile(r"!?(?:in\([\w.-]+(?: *, *[\w.-]+)*\)|[\w.-]+)")
 _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("at least 1", lambda value: value >= 1,
      "engine.block_size engine.kv_cache_tokens engine.max_running engine.max_batch_tokens engine.threads engine.growth_tokens "
-     "transfer.frame_bytes router.max_in_flight router.max_video_frames debug.record_bytes"),
+     "transfer.frame_bytes router.max_in_flight router.max_video_frames debug.record_bytes "
+     "router.fetch.max_bytes router.fetch.concurrent"),
     ("at least 0", lambda value: value >= 0,
      "engine.state_snapshots transfer.image_store_bytes transfer.rdma.quarantine_seconds transfer.faults.delay_seconds "
      "transfer.faults.stall_at_bytes transfer.faults.bytes_per_second router.max_in_flight_tokens router.max_waiting "
-     "router.breaker_failures"),
+     "router.breaker_failures router.fetch.max_redirects"),
     ("above 0", lambda value: value > 0,
      "transfer.stall_seconds transfer.lease_seconds transfer.connect_seconds ray.unresponsive_seconds "
-     "router.schema_seconds router.max_waiting_seconds router.breaker_seconds"),
+     "router.fetch.seconds router.schema_seconds router.max_waiting_seconds router.breaker_seconds"),
     ("in (0, 1]", lambda value: 0 < value <= 1, "transfer.parked_fraction"),
     ("a share, 0 to 1", lambda value: 0 <= value <= 1,
      "transfer.faults.drop transfer.faults.duplicate transfer.faults.corrupt transfer.faults.cut"),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from slipstream.errors import CheckpointError, InvalidRequestError
@@ -17,7 +18,7 @@ class ChatTemplate:
     """Messages in OpenAI's form, pictures as `{"type": "image"}` parts -> the prompt's text."""
 
     def __init__(self, folder: Path, quote: Callable[[str], str]) -> None:
-        """`quote` is applied to every text of a message (see Tokenizer.quote).
+        """`quote` is applied to every text of messages and tools (see Tokenizer.quote).
 
         Raises CheckpointError if there is no template or it does not compile.
         """
@@ -27,25 +28,32 @@ class ChatTemplate:
         environment.filters["tojson"] = _tojson
         self._quote = quote
         try:
-            self._template = environment.from_string(_source(folder))
+            source = _source(folder)
+            self._template = environment.from_string(source)
+            self.names = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
+            """Values that it asks for."""
+            self.thinks = "</think>" in source
+            """The model may think before it answers, between `<think>` and `</think>`."""
         except jinja2.TemplateError as error:
             raise CheckpointError(f"the chat template of {folder} does not compile: {error}") from error
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt, up to where the assistant's answer starts.
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (),
+               values: Mapping[str, Any] | None = None) -> str:
+        """The prompt, up to where the assistant's answer starts. `values`: of other names that the template knows.
 
         Raises InvalidRequestError with the template's own words when it refuses the messages.
         """
+        given = {**(values or {}), "messages": messages, **({"tools": tools} if tools else {})}
         try:
-            return self._template.render(messages=self._quoted(messages), add_generation_prompt=True)
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+            return self._template.render(self._quoted(given), add_generation_prompt=True)
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
             raise InvalidRequestError(f"the chat template refused the messages: {error}", field="messages") from error
 
     def _quoted(self, value: Any) -> Any:
         if isinstance(value, str):
             return self._quote(value)
         if isinstance(value, Mapping):
-            return {key: self._quoted(item) for key, item in value.items()}
+            return {self._quote(key): self._quoted(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [self._quoted(item) for item in value]
         return value

@@ -72,6 +72,23 @@ class Tokenizer:
             return word.encode()
         return bytes(self._bytes[letter] for letter in word)
 
+    def token_id(self, word: str) -> int | None:
+        """The token that is exactly this word; None if there is none."""
+        found: int | None = self._fast.token_to_id(word)
+        return found
+
+    def word(self, token: int) -> str:
+        """`token_bytes` as text; of part of a character, what stands for its bytes."""
+        raw = self.token_bytes(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+    def words(self, tokens: Sequence[int]) -> str:
+        """Text with the names of special tokens."""
+        return b"".join(map(self.token_bytes, tokens)).decode(errors="replace")
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Text without special tokens; bytes that are no UTF-8 become U+FFFD."""
         text: str = self._fast.decode(list(tokens), skip_special_tokens=True)

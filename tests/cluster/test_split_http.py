@@ -128,6 +128,19 @@ def _official(client: openai.OpenAI, model: str, row: dict[str, Any]) -> None:
     assert usage.prompt_tokens_details is not None
     assert usage.prompt_tokens_details.cached_tokens == (usage.prompt_tokens - 1) // 16 * 16, "the same prompt, again"
 
+    items: Any = [{"role": "user", "content": [
+        {"type": "input_text", "text": part["text"]} if part["type"] == "text"
+        else {"type": "input_image", "image_url": part["image_url"]["url"]} for part in shown[0]["content"]]}]
+    response = client.responses.create(model=model, input=items, temperature=0)
+    assert response.output_text == row["answer"]
+    assert response.usage is not None
+    assert (response.usage.input_tokens, response.usage.output_tokens) == (usage.prompt_tokens, whole.usage.completion_tokens)
+    events: list[Any] = list(client.responses.create(model=model, input=items, temperature=0, stream=True))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == row["answer"]
+    assert events[-1].response.output_text == row["answer"]
+    counted = httpx.post(f"{str(client.base_url).removesuffix('/v1/')}/tokenize", json={"model": model, "messages": shown})
+    assert counted.json()["count"] == usage.prompt_tokens
+
     noise: Any = {"model": model, "prompt": list(range(40, 60)), "temperature": 2.0, "max_tokens": 20}
 
     def sampled(seed: int, n: int) -> list[str]:

@@ -15,6 +15,7 @@ import grpc
 import pytest
 
 from router.dispatch import Row
+from router.openai import chat_request
 from router.prompt import PictureBytes, PromptBuilder, Share
 from router.service import PROMPT_THREADS
 from router.workers import WorkerLink
@@ -292,8 +293,9 @@ def test_nobody_decodes_for_a_client_that_has_left() -> None:
         sizes.append(size)
         share.close()
 
+    asked = chat_request({"model": MODEL, "messages": [{"role": "user", "content": [picture(96, 96)] * 3}]})
     with pytest.raises(CancelledError):
-        builder.chat([{"role": "user", "content": [picture(96, 96)] * 3}], take)
+        builder.chat(asked.messages, take)
     assert sizes == [3 * 96 * 96]
     assert everything.taken == 0
 

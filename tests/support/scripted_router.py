@@ -165,6 +165,11 @@ class Front:
             result.events = list(events(response))
             return result
 
+    @property
+    def prompt(self) -> str:
+        """What the workers were last asked to compute, special tokens by their names."""
+        return self.tokenizer.words(self.stage.last.submits[Role.PREFILL][0].tokens)
+
     def held(self, count: int = 1) -> Seen:
         """Wait until the workers hold request number `count` from the end."""
         self.stage.until(lambda: bool(self.stage.seen) and self.stage.last.held.is_set(), "the request is held")

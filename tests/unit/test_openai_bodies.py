@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router import responses
 from router.openai import MAX_VALUES, chat_request, completion_request, parse
 from slipstream.errors import InvalidRequestError
+from tests.support.talking import ITEMS, TALK, replaced
 
 GOOD: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 JSON = st.recursive(
@@ -22,6 +24,8 @@ JSON = st.recursive(
 FIELDS = (
     *("model", "messages", "stream", "stream_options", "temperature", "top_p", "seed", "max_tokens", "stop", "stop_token_ids"),
     *("ignore_eos", "n", "logit_bias", "tools", "response_format", "top_k", "max_completion_tokens", "modalities", "prompt"),
+    *("tool_choice", "parallel_tool_calls", "chat_template_kwargs", "reasoning_effort", "echo", "input", "instructions"),
+    *("text", "reasoning", "include", "max_output_tokens", "metadata", "truncation", "previous_response_id"),
 )
 
 
@@ -55,11 +59,23 @@ def test_any_video_is_taken_or_refused(kind: str, fields: dict[str, Any]) -> Non
 @settings(max_examples=300, deadline=None)
 def test_any_value_anywhere_is_taken_or_refused(field: str, value: Any) -> None:
     """Nothing but a typed refusal comes out, and it is short."""
-    for read in (chat_request, completion_request):
+    own = {"model": "m", "input": "x"}
+    for read, body in ((chat_request, GOOD), (completion_request, GOOD), (responses.chat_request, own)):
         try:
-            read({**GOOD, field: value})
+            read({**body, field: value})
         except InvalidRequestError as error:
             assert len(error.message) < 500  # noqa: PT017 (taken is as good as refused)
+
+
+@given(st.lists(st.integers(0, 30), max_size=7), JSON, st.booleans())
+@settings(max_examples=600, deadline=None)
+def test_any_value_inside_a_conversation_is_taken_or_refused(path: list[int], value: Any, items: bool) -> None:
+    read, body = (responses.chat_request, ITEMS) if items else (chat_request, TALK)
+    read(body)
+    try:
+        read(replaced(body, path, value))
+    except InvalidRequestError as error:
+        assert len(error.message) < 500  # noqa: PT017 (taken is as good as refused)
 
 
 @pytest.mark.parametrize("filling", ["1,", "[],", '{"a":1},'])

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.stream import DONE, Shape, StopFilter, error_body, event, usage
+from router.completions import Shape
+from router.stream import DONE, StopFilter, error_body, event, usage
 from slipstream.errors import InvalidRequestError, UnavailableError
 
 SHAPES = [Shape(id="x", model="m", created=1, chat=chat) for chat in (True, False)]
@@ -68,8 +69,8 @@ def test_stop_strings_that_share_a_text() -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_usage_is_null_on_chunks_only_where_asked(shape: Shape) -> None:
-    assert "usage" not in shape.chunk(0, "x", None)
-    asked = shape.chunk(0, "x", None, usage=True)
+    assert "usage" not in shape.chunk(0, {"content": "x"}, None)
+    asked = shape.chunk(0, {"content": "x"}, None, usage=True)
     assert asked["usage"] is None
     assert len(asked["choices"]) == 1
     last = shape.usage_chunk(usage(3, 4, 2))
@@ -85,7 +86,7 @@ def test_usage_is_null_on_chunks_only_where_asked(shape: Shape) -> None:
 
 def test_an_event_is_one_line_whatever_the_text() -> None:
     text = 'line\r\n\ndata: [DONE]\u2028\x00"'
-    data = event(SHAPES[0].chunk(0, text, None))
+    data = event(SHAPES[0].chunk(0, {"content": text}, None))
     assert data.startswith(b"data: ")
     assert data.endswith(b"\n\n")
     assert data.count(b"\n") == 2

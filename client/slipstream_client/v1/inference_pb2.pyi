@@ -303,7 +303,7 @@ Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
 @_typing.final
 class Image(_message.Message):
-    """A picture: PNG, JPEG, WebP, GIF or BMP. No URL but a data URL is read."""
+    """A picture: PNG, JPEG, WebP, GIF or BMP. By http(s) only where the router fetches (docs/api.md)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -312,7 +312,7 @@ class Image(_message.Message):
     data: _builtins.bytes
     """the file as it is"""
     url: _builtins.str
-    """data:image/png;base64,..."""
+    """data:image/png;base64,..., https://..."""
     def __init__(
         self,
         *,
