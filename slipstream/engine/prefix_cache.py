@@ -1,5 +1,7 @@
 """Blocks that any number of sequences may read, found by what they hold, and state snapshots at their ends. Pure.
 
+Whatever can be found, or no longer, is noted for those who route by it: `changes`.
+
 Ledger: a block that is shared belongs to the cache and is never written again. Each sequence that has it in its table pins it;
 one that nobody pins is idle: it can still be found, and goes, least recently used first, when a sequence needs a fresh block.
 A block without a key cannot be found: it is only shared, and returns to the free list with its last pin.
@@ -17,6 +19,8 @@ from slipstream.engine.state_pool import StatePool
 from slipstream.errors import InternalError
 
 CACHE = Owner(kind=OwnerKind.CACHE)
+SHORT_KEY_BYTES = 8
+"""Of a key, enough to route by: a mix-up of two costs a wrong guess and no wrong token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +32,16 @@ class Match:
     """Snapshot of the recurrent states after exactly these blocks; None for a model without, or where it was not asked for."""
     known: int = 0
     """Blocks that are here, with or without a snapshot: where a snapshot would have helped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheChanges:
+    """What can be found now of what may have changed, by short key."""
+
+    levels: Mapping[int, int]
+    """0: gone; 1: the block is here; 2: with a snapshot of the states at its end."""
+    whole: bool = False
+    """These are all: what is not here is gone."""
 
 
 @dataclass(kw_only=True)
@@ -51,6 +65,7 @@ class PrefixCache:
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._states: OrderedDict[bytes, int] = OrderedDict()  # key of the last block -> slot; least recently used first
         self._written: set[int] = set()  # slots that steps in flight write
+        self._changed: set[bytes] | None = set()  # keys, since `changes` was asked; None: too many to tell apart
 
     def __len__(self) -> int:
         """Blocks that the cache owns."""
@@ -123,6 +138,7 @@ class PrefixCache:
             key = None
         if key is not None:
             self._by_key[key] = block
+            self._note(key)
         self._shared[block] = _Shared(key=key, pins=1)
 
     def snapshot_slot(self, key: bytes) -> int | None:
@@ -133,11 +149,13 @@ class PrefixCache:
         if not self._snapshots.free:
             if not self._states:
                 return None  # all of them are being written
-            self.drop(self._states.popitem(last=False)[1])
-        slot = self._snapshots.take(CACHE)
-        assert slot is not None, "one is free"
-        self._written.add(slot)
-        return slot
+            old, slot = self._states.popitem(last=False)
+            self.drop(slot)
+            self._note(old)
+        taken = self._snapshots.take(CACHE)
+        assert taken is not None, "one is free"
+        self._written.add(taken)
+        return taken
 
     def keep(self, key: bytes, slot: int, *, passing: bool) -> None:
         """The slot holds the state now. `passing`: one of a long prompt's many, the first to go."""
@@ -146,6 +164,7 @@ class PrefixCache:
             return
         self._written.remove(slot)
         self._states[key] = slot
+        self._note(key)
         if passing:
             self._states.move_to_end(key, last=False)
 
@@ -153,6 +172,23 @@ class PrefixCache:
         """The slot will not be needed."""
         self._written.discard(slot)
         self._snapshots.give_back(slot, CACHE)
+
+    # Telling ------------------------------------------------------------------------------------------------------------
+
+    def changes(self) -> CacheChanges | None:
+        """Since this was asked last; None if nothing changed."""
+        changed, self._changed = self._changed, set()
+        keys = self._by_key if changed is None else changed
+        if changed is not None and not changed:
+            return None
+        levels = {int.from_bytes(key[:SHORT_KEY_BYTES], "little"): (key in self._by_key) + (key in self._states) for key in keys}
+        return CacheChanges(levels=levels, whole=changed is None)
+
+    def _note(self, key: bytes) -> None:
+        if self._changed is not None:
+            self._changed.add(key)
+            if len(self._changed) > 2 * self._blocks.total:
+                self._changed = None
 
     # Proof --------------------------------------------------------------------------------------------------------------
 
@@ -184,6 +220,7 @@ class PrefixCache:
         key = self._shared.pop(block).key
         if key is not None:
             del self._by_key[key]
+            self._note(key)
             if (slot := self._states.pop(key, None)) is not None:
                 self.drop(slot)
         self._blocks.give_back((block,), CACHE)

@@ -86,6 +86,11 @@ class Scheduler:
         """True if a sequence waits for steps (a step may still find that none can run now)."""
         return bool(self._of[State.WAITING] or self._of[State.COMPUTING] or self._of[State.DECODING])
 
+    @property
+    def waiting_tokens(self) -> int:
+        """Of prompts, those that no step has begun to compute; cached ones count until their prompt gets its memory."""
+        return sum(_left(one) for state in (State.WAITING, State.COMPUTING) for one in self._of[state].values())
+
     # Coming in -------------------------------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:

@@ -75,6 +75,8 @@ class Timing:
     """Submitted to first chunk scheduled; 0 for a sequence whose prompt was computed elsewhere."""
     compute_seconds: float
     """First chunk scheduled (or committed) to the last token so far."""
+    cached_tokens: int = 0
+    """Of its prompt, those that were here when its memory was taken."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -181,4 +183,5 @@ class Sequence:
         if self.started_at is None:
             return Timing(queue_seconds=0.0, compute_seconds=0.0)
         last = self.started_at if self.last_token_at is None else self.last_token_at
-        return Timing(queue_seconds=self.started_at - self.submitted_at, compute_seconds=last - self.started_at)
+        return Timing(queue_seconds=self.started_at - self.submitted_at, compute_seconds=last - self.started_at,
+                      cached_tokens=self.cached)
