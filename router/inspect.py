@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from router.workers import WorkerLink
+from router.link import WorkerLink
 from slipstream.errors import UnavailableError
 
 INSPECT_SECONDS = 2.0

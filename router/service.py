@@ -19,14 +19,17 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from router import policy
+from router.actions import LegStats
 from router.generate import Bounds, GenerateRequest, Generation, Times
 from router.inspect import inspect
 from router.limits import Limits
+from router.link import WorkerLink
 from router.openai import ChatRequest, CompletionRequest, Options
 from router.prompt import PictureBytes, Prompt, PromptBuilder, Share
 from router.record import record
+from router.routing import Routing
 from router.stream import TextStream
-from router.workers import WorkerLink, Workers
+from router.workers import Workers
 from slipstream import checkpoint as checkpoints
 from slipstream.config import Config, hub_cache
 from slipstream.errors import DeadlineError, InvalidRequestError, ModelNotFoundError, UnavailableError
@@ -83,7 +86,9 @@ class RouterService:
         self._idle = asyncio.Event()
         self._idle.set()
         self._running: set[Generation] = set()
-        self.workers = Workers(self.model_name, self._workers_changed, config.router.worker_silence_seconds, security)
+        self.routing = Routing(config.router, self.checkpoint, self.metrics)
+        self.workers = Workers(self.model_name, self._workers_changed, config.router.worker_silence_seconds, security,
+                               self.routing.index)
 
     @property
     def max_context(self) -> int:
@@ -131,7 +136,7 @@ class RouterService:
         """Why no request can be served now, or empty."""
         if self.draining:
             return "the router is draining"
-        reason = policy.missing(self.workers.views())
+        reason = self.routing.missing(self.workers.views())
         refused = [link.problem for link in self.workers.links() if link.info is None and link.problem]
         refused += [f"{one.replica_id} is restarting: {one.problem}" for one in self.workers.restarting]
         return f"{reason} ({'; '.join(refused[:3])})" if reason and refused else reason
@@ -225,9 +230,10 @@ class RouterService:
             stop=StopParams(max_tokens=max_tokens, min_tokens=options.min_tokens,
                             stop_token_ids=eos | frozenset(options.stop_token_ids)))
         limits = self.config.router
-        return Generation(request, self.workers, self.metrics, Times(arrived=arrived), partial(next, self._numbers),
-                          Bounds(unread_bytes=limits.unread_bytes, max_resumes=limits.max_resumes,
-                                 resume_wait_seconds=limits.resume_wait_seconds))
+        return Generation(request, self.workers, self.routing, self.metrics, Times(arrived=arrived),
+                          partial(next, self._numbers), Bounds(
+                              unread_bytes=limits.unread_bytes, max_resumes=limits.max_resumes,
+                              resume_wait_seconds=limits.resume_wait_seconds))
 
     def _leave(self) -> None:
         self.limits.leave()
@@ -249,9 +255,10 @@ class RouterService:
             metrics.e2e.observe(times.ended - times.arrived)
         if end is not None and end.error is not None:
             metrics.errors.labels(end.error.code).inc()
-        if prefill := generation.dispatch.stats.get(Role.PREFILL):
-            metrics.cached_tokens.inc(prefill.cached_tokens)
-        if decode := generation.dispatch.stats.get(Role.DECODE):
+        prefill, decode = (generation.dispatch.stats.get(role) for role in Role)
+        if computed := prefill or decode:
+            metrics.cached_tokens.inc(computed.cached_tokens)
+        if decode and decode.transfer_seconds:
             metrics.transfer.observe(decode.transfer_seconds)
             metrics.transfer_bytes.labels("kv").inc(decode.kv_bytes)
             metrics.transfer_bytes.labels("state").inc(decode.state_bytes)
@@ -259,7 +266,7 @@ class RouterService:
     def _workers_changed(self) -> None:
         for role in Role:
             self.metrics.replicas.labels(role.value).set(self.workers.count(role))
-        before, self._missing = self._missing, policy.missing(self.workers.views())
+        before, self._missing = self._missing, self.routing.missing(self.workers.views())
         if self._missing != before and self._missing.startswith(policy.MISFIT):
             logger.warning(self._missing)
 
@@ -289,11 +296,11 @@ def report(generation: Generation) -> dict[str, float | int]:
     return {
         "kv_bytes": decode.kv_bytes if decode else 0, "state_bytes": decode.state_bytes if decode else 0,
         "transfer_seconds": decode.transfer_seconds if decode else 0.0,
-        "queue_seconds": prefill.queue_seconds if prefill else 0.0,
+        "queue_seconds": prefill.queue_seconds if prefill else decode.queue_seconds if decode else 0.0,
         "prefill_seconds": prefill.compute_seconds if prefill else 0.0,
         "decode_seconds": decode.compute_seconds if decode else 0.0,
         "ttft_seconds": first - times.arrived if first is not None else 0.0,
-        "cached_tokens": prefill.cached_tokens if prefill else 0, "resumes": generation.dispatch.resumes,
+        "cached_tokens": (prefill or decode or LegStats()).cached_tokens, "resumes": generation.dispatch.resumes,
     }
 
 

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from slipstream import typed
+from slipstream.config_routing import EMPTY_POOL, POLICIES, RoutingConfig
 from slipstream.errors import ConfigError
 from slipstream.types import Role
 
 NAMES = {"transfer.channel": ("auto", "local", "rdma", "grpc"), "transfer.rdma.engine": ("auto", "nixl", "mooncake"),
-         "engine.kv_dtype": ("auto", "fp8_e4m3")}
+         "engine.kv_dtype": ("auto", "fp8_e4m3"), "router.policy": POLICIES, "router.empty_prefill_pool": EMPTY_POOL}
 """What keys may say that choose one of several by its name."""
 
 
@@ -195,6 +196,12 @@ class RouterConfig:
     """A worker that says nothing for so long is taken for stuck: its requests fail, and it gets no more until it answers."""
     drain_seconds: float = 30.0
     """How long running requests may go on after a stop was asked for."""
+    policy: str = "auto"
+    """How replicas are chosen: `auto`, `round_robin`, `least_load` or `prefix` (docs/routing.md)."""
+    empty_prefill_pool: str = "fail"
+    """Without any prefill replica, requests `fail` with 503, or those without pictures are computed by decode: `local`."""
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
+    """A section of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,9 +352,12 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
      "transfer.frame_bytes router.max_in_flight router.max_video_frames debug.record_bytes"),
     ("at least 0", lambda value: value >= 0,
      "engine.state_snapshots transfer.image_store_bytes transfer.rdma.quarantine_seconds transfer.faults.delay_seconds "
-     "transfer.faults.stall_at_bytes transfer.faults.bytes_per_second"),
+     "transfer.faults.stall_at_bytes transfer.faults.bytes_per_second router.routing.index_bytes router.routing.decisions "
+     "router.routing.predict_seconds router.routing.balance_seconds router.routing.local_prefill_tokens "
+     "router.routing.stall_weight"),
     ("above 0", lambda value: value > 0,
-     "transfer.stall_seconds transfer.lease_seconds transfer.connect_seconds ray.unresponsive_seconds"),
+     "transfer.stall_seconds transfer.lease_seconds transfer.connect_seconds ray.unresponsive_seconds "
+     "router.routing.dns_seconds"),
     ("in (0, 1]", lambda value: 0 < value <= 1, "transfer.parked_fraction"),
     ("a share, 0 to 1", lambda value: 0 <= value <= 1,
      "transfer.faults.drop transfer.faults.duplicate transfer.faults.corrupt transfer.faults.cut"),

@@ -186,7 +186,7 @@ class EngineCounters:
 
     steps: int = 0
     step_seconds: float = 0.0
-    tokens: int = 0
+    step_tokens: int = 0
     """That went through the model in those steps."""
     prompt_tokens: int = 0
     """Of prompts that got their memory here to be computed, cached ones included."""

@@ -194,7 +194,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._load = load
         self._cached(cache)
         self.metrics.engine_did(counters)
-        seconds, tokens = counters.step_seconds - self._counted.step_seconds, counters.tokens - self._counted.tokens
+        seconds, tokens = counters.step_seconds - self._counted.step_seconds, counters.step_tokens - self._counted.step_tokens
         if tokens >= SPEED_TOKENS and seconds > 0:  # fewer say little of a whole prompt's speed
             self._counted = counters
             self._speed = tokens / seconds if not self._speed else (self._speed + tokens / seconds) / 2

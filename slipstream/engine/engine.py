@@ -241,7 +241,8 @@ class Engine:
         for id in failures:
             self.abort(id)
         seconds = self._clock() - began
-        self._count(steps=bool(result.chunks), step_seconds=seconds, tokens=sum(chunk.count for chunk in result.chunks), output_tokens=len(events), preemptions=len(plan.preempted))
+        self._count(steps=bool(result.chunks), step_seconds=seconds,
+                    step_tokens=sum(chunk.count for chunk in result.chunks), output_tokens=len(events), preemptions=len(plan.preempted))
         handed_off = frozenset(chunk.sequence.id for chunk, _ in result.done if chunk.sequence.state is State.HANDED_OFF)
         return StepResult(events=tuple(events), failures=tuple(failures.items()), timings=timings, handed_off=handed_off,
                           tokens=sum(chunk.count for chunk in chunks or result.chunks), seconds=seconds)
@@ -285,7 +286,8 @@ class Engine:
         """Requests and free memory now. Parked: computing or handed off without a ready destination."""
         scheduler, memory = self._scheduler, self._memory
         return EngineLoad(
-            waiting=scheduler.count(State.WAITING), waiting_tokens=scheduler.waiting_tokens, running=scheduler.count(State.COMPUTING, State.DECODING),
+            waiting=scheduler.count(State.WAITING), running=scheduler.count(State.COMPUTING, State.DECODING),
+            waiting_tokens=scheduler.waiting_tokens,
             parked=sum(sequence.parked for sequence in scheduler.sequences()), cached_blocks=len(memory.cache),
             free_blocks=memory.cache.available, total_blocks=memory.blocks.total,
             free_state_slots=memory.slots.free, total_state_slots=memory.slots.total)

@@ -13,14 +13,13 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from slipstream import cache_keys
 from slipstream.engine.block_pool import BlockPool
 from slipstream.engine.ledger import Owner, OwnerKind
 from slipstream.engine.state_pool import StatePool
 from slipstream.errors import InternalError
 
 CACHE = Owner(kind=OwnerKind.CACHE)
-SHORT_KEY_BYTES = 8
-"""Of a key, enough to route by: a mix-up of two costs a wrong guess and no wrong token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +35,7 @@ class Match:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheChanges:
-    """What can be found now of what may have changed, by short key."""
+    """What can be found now of what may have changed, by short key (`slipstream.cache_keys.short`)."""
 
     levels: Mapping[int, int]
     """0: gone; 1: the block is here; 2: with a snapshot of the states at its end."""
@@ -178,11 +177,11 @@ class PrefixCache:
     def changes(self) -> CacheChanges | None:
         """Since this was asked last; None if nothing changed."""
         changed, self._changed = self._changed, set()
-        keys = self._by_key if changed is None else changed
         if changed is not None and not changed:
             return None
-        levels = {int.from_bytes(key[:SHORT_KEY_BYTES], "little"): (key in self._by_key) + (key in self._states) for key in keys}
-        return CacheChanges(levels=levels, whole=changed is None)
+        keys = list(self._by_key if changed is None else changed)
+        levels = ((key in self._by_key) + (key in self._states) for key in keys)
+        return CacheChanges(levels=dict(zip(cache_keys.short(keys), levels, strict=True)), whole=changed is None)
 
     def _note(self, key: bytes) -> None:
         if self._changed is not None:

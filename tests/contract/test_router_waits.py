@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from router import workers
-from router.workers import WorkerLink
+from router.link import WorkerLink
 from slipstream.types import Role
 from tests.support.fake_workers import FakeWorker, Script
 

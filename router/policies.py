@@ -1,0 +1,272 @@
+"""Which replicas serve a run, by a policy that is chosen by name; every decision comes with its reasons. Pure.
+
+A policy sees the replicas that may serve, what each has cached of the prompt, and returns one pair of them, or a decode replica
+alone, which then computes the prompt too. docs/routing.md explains the policies and the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from router.policy import Replica, missing, refusal
+from slipstream.config_routing import RoutingConfig
+from slipstream.errors import UnavailableError
+from slipstream.types import Role
+
+TOKENS_PER_SECOND = 10_000.0
+"""Of a prefill replica, while none has measured its own."""
+BYTES_PER_SECOND = {"local": 10e9, "rdma": 20e9, "grpc": 1e9}
+"""What a transfer is taken to move by each channel."""
+EXPOSED = 0.1
+"""Part of a transfer's time that is not hidden behind the computation of its prompt."""
+BUSY_SECONDS = 1.0
+"""What it costs to be refused by a decode replica for want of memory, and to come again."""
+IMBALANCE = 1.5, 4
+"""`prefix` follows a prefix to a replica with at most so many times the least load, and so many requests more."""
+UNKNOWN = (0, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """What a policy is asked: for one run of a request."""
+
+    tokens: int
+    """To be computed: the prompt, and in a resumed run its output so far."""
+    turn: int = 0
+    """Breaks ties in rotation."""
+    text_only: bool = True
+    choices: int = 1
+    hits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """By replica id: blocks of the prompt that it holds, and at how many of them its last snapshot is."""
+    not_now: Collection[str] = ()
+    """Replicas that are taken only if there are no others."""
+
+
+class Score(NamedTuple):
+    """A candidate as a policy saw it; seconds are of `auto` alone."""
+
+    replica: Replica
+    cached_tokens: int
+    load: int
+    seconds: float
+    queue_seconds: float = 0.0
+    compute_seconds: float = 0.0
+    memory: float = 0.0
+    """Share of its KV blocks that would be used."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """Who serves a run."""
+
+    policy: str
+    prefill: Replica | None
+    """None: the decode replica computes the prompt."""
+    decode: Replica
+    reason: str
+    computed_tokens: int
+    """Of the prompt, what is probably not cached where it is computed."""
+    local: str = ""
+    """Why decode computes the prompt: `short`, `cached` or `empty_pool`."""
+    transfer_seconds: float = 0.0
+    scores: tuple[Score, ...] = ()
+
+
+Policy = Callable[[Question, Sequence[Replica], Sequence[Replica], RoutingConfig], Decision]
+"""Takes usable prefill replicas and usable decode replicas, of which at least one pair fits."""
+
+
+def choose(replicas: Sequence[Replica], question: Question, policy: str, config: RoutingConfig, *, local: bool = False
+           ) -> Decision:
+    """Decide. `local`: without any prefill replica a decode replica computes texts too.
+
+    Raises UnavailableError saying what is missing.
+    """
+    prefills, decodes = ([one for one in replicas if one.role is role and not one.draining] for role in Role)
+    if question.not_now:
+        others = [one for one in prefills if one.id not in question.not_now]
+        prefills = others if _any_fits(others, decodes) else prefills
+        others = [one for one in decodes if one.id not in question.not_now]
+        decodes = others if _any_fits(prefills, others) else decodes
+    if not prefills and local and question.text_only and (able := [one for one in decodes if one.computes_prompts]):
+        decode = _least(able, question.turn)
+        return Decision(policy=policy, prefill=None, decode=decode, local="empty_pool", reason=(
+            "no prefill replica is connected, and router.empty_prefill_pool is \"local\""),
+            computed_tokens=question.tokens - _cached(decode, question, computes=True))
+    if not _any_fits(prefills, decodes):
+        raise refusal(missing(replicas))
+    return POLICIES[policy](question, prefills, decodes, config)
+
+
+def another_decode(replicas: Sequence[Replica], prefill: Replica | None, *, not_now: Collection[str], turn: int) -> Replica:
+    """Where to go on when a decode replica was busy: somebody else if there is, else the same one again. Without `prefill` it
+    computes the prompt too."""
+    fitting = [replica for replica in replicas if not replica.draining and replica.role is Role.DECODE
+               and (replica.computes_prompts if prefill is None else prefill.fits(replica))]
+    if not fitting:
+        raise UnavailableError("no decode replica is left that could continue the request", retry_after_seconds=1.0)
+    others = [replica for replica in fitting if replica.id not in not_now]
+    return _least(others or fitting, turn)
+
+
+# Policies ----------------------------------------------------------------------------------------------------------------
+
+
+def round_robin(question: Question, prefills: Sequence[Replica], decodes: Sequence[Replica], config: RoutingConfig) -> Decision:
+    """One after the other."""
+    prefills = [one for one in prefills if any(map(one.fits, decodes))]
+    prefill = prefills[question.turn % len(prefills)]
+    fitting = [one for one in decodes if prefill.fits(one)]
+    return _decided("round_robin", question, prefill, fitting[question.turn // len(prefills) % len(fitting)],
+                    prefills, decodes, f"turn {question.turn}")
+
+
+def least_load(question: Question, prefills: Sequence[Replica], decodes: Sequence[Replica], config: RoutingConfig) -> Decision:
+    """The fewest requests on each side; of equals the one with more free memory, then in turn."""
+    prefill = _least([one for one in prefills if any(map(one.fits, decodes))], question.turn)
+    decode = _least([one for one in decodes if prefill.fits(one)], question.turn)
+    return _decided("least_load", question, prefill, decode, prefills, decodes, "the fewest requests on each side")
+
+
+def prefix(question: Question, prefills: Sequence[Replica], decodes: Sequence[Replica], config: RoutingConfig) -> Decision:
+    """Where most of the prompt is cached, unless that replica has far more to do than another."""
+    prefill, followed = _warmest([one for one in prefills if any(map(one.fits, decodes))], question, computes=True)
+    decode, too = _warmest([one for one in decodes if prefill.fits(one)], question, computes=False)
+    how = {True: "the longest cached beginning", False: "the fewest requests: where more is cached, the load is too high"}
+    return _decided("prefix", question, prefill, decode, prefills, decodes, f"prefill: {how[followed]}; decode: {how[too]}")
+
+
+def auto(question: Question, prefills: Sequence[Replica], decodes: Sequence[Replica], config: RoutingConfig) -> Decision:
+    """The least of the seconds until the request decodes, with what it costs those that decode beside it."""
+    tokens, hits, turn = question.tokens, question.hits, question.turn
+    known = [one.tokens_per_second for one in prefills if one.tokens_per_second]
+    usual = sum(known) / len(known) if known else TOKENS_PER_SECOND
+    by_cost: list[tuple[float, int, Score]] = []
+    for place, one in enumerate(prefills):
+        depth, state = hits.get(one.id, UNKNOWN)
+        size = one.block_size or 1
+        cached = min(state if one.needs_snapshots else depth, (tokens - 1) // size) * size
+        rate = one.tokens_per_second or usual
+        queue = (one.waiting_tokens if one.waiting_tokens > one.pending_tokens else one.pending_tokens) / rate
+        compute = (tokens - cached) / rate
+        load = one.load
+        cost = queue + compute + config.balance_seconds * load / (one.max_running or 64)
+        by_cost.append((cost, (place - turn) % len(prefills), Score(one, cached, load, cost, queue, compute)))
+    by_cost.sort(key=_by_cost)
+    best: tuple[float, int] = (float("inf"), 0)
+    found: tuple[Score, Score, float] | None = None
+    alone: tuple[float, Score] | None = None
+    scores = [score for _, _, score in by_cost]
+    for place, one in enumerate(decodes):
+        landed, cost = _landing(one, question, config)
+        scores.append(landed)
+        rank = (place - turn) % len(decodes)
+        for prefill_cost, _, score in by_cost:
+            if prefill_cost + cost > best[0]:
+                break  # a transfer takes no less than nothing
+            if score.replica.fits(one):
+                moved = _transfer_seconds(score, one, landed.cached_tokens, tokens)
+                total = (prefill_cost + cost + moved, rank)
+                if total < best:
+                    best, found = total, (score, landed, moved)
+        if config.local_prefill_tokens and question.text_only and one.computes_prompts:
+            rest = tokens - _cached(one, question, computes=True)
+            if rest <= config.local_prefill_tokens:
+                stalled = 1 + config.stall_weight * one.running
+                here = cost + max(one.waiting_tokens, one.pending_tokens) / usual + rest / usual * stalled
+                if alone is None or here < alone[0]:
+                    alone = (here, landed)
+    assert found is not None, "one pair fits"
+    score, landed, moved = found
+    if alone is not None and alone[0] < best[0]:
+        one = alone[1].replica
+        rest = tokens - _cached(one, question, computes=True)
+        return Decision(policy="auto", prefill=None, decode=one, local="short" if rest == tokens else "cached",
+                        reason=f"{rest} of {tokens} tokens are left to compute there: {alone[0]:.4f} s against {best[0]:.4f} s",
+                        computed_tokens=rest, scores=tuple(scores))
+    return Decision(policy="auto", prefill=score.replica, decode=landed.replica, computed_tokens=tokens - score.cached_tokens,
+                    reason=f"{best[0]:.4f} s: the least of all pairs", transfer_seconds=moved, scores=tuple(scores))
+
+
+POLICIES: dict[str, Policy] = {"auto": auto, "round_robin": round_robin, "least_load": least_load, "prefix": prefix}
+"""By the names of `router.policy`."""
+
+
+# Parts -------------------------------------------------------------------------------------------------------------------
+
+
+def _any_fits(prefills: Sequence[Replica], decodes: Sequence[Replica]) -> bool:
+    return any(p.fits(d) for p in prefills for d in decodes)
+
+
+def _by_cost(row: tuple[float, int, Score]) -> tuple[float, int]:
+    return row[0], row[1]
+
+
+def _cached(one: Replica, question: Question, *, computes: bool) -> int:
+    """Tokens of the prompt that it need not compute, or be sent."""
+    depth, state = question.hits.get(one.id, UNKNOWN)
+    size = one.block_size or 1
+    if not computes:
+        return depth * size
+    return min(state if one.needs_snapshots else depth, (question.tokens - 1) // size) * size
+
+
+def _landing(one: Replica, question: Question, config: RoutingConfig) -> tuple[Score, float]:
+    """A decode replica, and what its load and its memory make it cost."""
+    depth, _ = question.hits.get(one.id, UNKNOWN)
+    size = one.block_size or 1
+    load = one.load
+    needed = -(-question.tokens // size) + question.choices - depth
+    cost = config.balance_seconds * (load + question.choices - 1) / (one.max_running or 64)
+    memory = 0.0
+    if one.total_blocks:
+        memory = 1 - (one.free_blocks - needed) / one.total_blocks
+        cost += config.balance_seconds * memory if memory <= 1 else BUSY_SECONDS * memory
+    return Score(one, depth * size, load, cost, memory=memory), cost
+
+
+def _transfer_seconds(score: Score, decode: Replica, cached: int, tokens: int) -> float:
+    """Of a pair: what is not hidden behind the computation. Nothing where the replicas do not tell their bytes."""
+    prefill = score.replica
+    moved = prefill.kv_bytes_per_token * (tokens - cached) + prefill.state_bytes
+    if moved <= 0:
+        return 0.0
+    seconds = moved / BYTES_PER_SECOND[_channel(prefill, decode)]
+    return max(seconds - score.compute_seconds, EXPOSED * seconds)
+
+
+def _channel(prefill: Replica, decode: Replica) -> str:
+    """The best that both have; `local` only reaches over one machine."""
+    common = prefill.channels & decode.channels
+    if "local" in common and prefill.host and prefill.host == decode.host:
+        return "local"
+    return "rdma" if any(name.startswith("rdma") for name in common) else "grpc"
+
+
+def _least(fitting: Sequence[Replica], turn: int) -> Replica:
+    start = turn % len(fitting)
+    rotated = [*fitting[start:], *fitting[:start]]
+    return min(rotated, key=lambda replica: (replica.load, -replica.free_blocks))
+
+
+def _warmest(fitting: Sequence[Replica], question: Question, *, computes: bool) -> tuple[Replica, bool]:
+    """The one that has most of the prompt, if its load allows; else the least loaded. True: the first."""
+    least = _least(fitting, question.turn)
+    cached, _, place = max((_cached(one, question, computes=computes), -one.load, -place) for place, one in enumerate(fitting))
+    warmest = fitting[-place]
+    times, more = IMBALANCE
+    if cached <= _cached(least, question, computes=computes):
+        return least, True
+    too_much = warmest.load > least.load * times and warmest.load > least.load + more
+    return (least, False) if too_much else (warmest, True)
+
+
+def _decided(policy: str, question: Question, prefill: Replica, decode: Replica, prefills: Sequence[Replica],
+             decodes: Sequence[Replica], reason: str) -> Decision:
+    scores = tuple(Score(one, _cached(one, question, computes=one.role is Role.PREFILL), one.load, 0.0)
+                   for one in (*prefills, *decodes))
+    return Decision(policy=policy, prefill=prefill, decode=decode, reason=reason, scores=scores,
+                    computed_tokens=question.tokens - _cached(prefill, question, computes=True))
