@@ -21,6 +21,8 @@ BYTES_PER_SECOND = {"local": 10e9, "rdma": 20e9, "grpc": 1e9}
 """What a transfer is taken to move by each channel."""
 EXPOSED = 0.1
 """Part of a transfer's time that is not hidden behind the computation of its prompt."""
+HANDOFF_SECONDS = 0.002
+"""Of a transfer, whatever it moves."""
 BUSY_SECONDS = 1.0
 """What it costs to be refused by a decode replica for want of memory, and to come again."""
 IMBALANCE = 1.5, 4
@@ -164,8 +166,8 @@ def auto(question: Question, prefills: Sequence[Replica], decodes: Sequence[Repl
         scores.append(landed)
         rank = (place - turn) % len(decodes)
         for prefill_cost, _, score in by_cost:
-            if prefill_cost + cost > best[0]:
-                break  # a transfer takes no less than nothing
+            if prefill_cost + cost + HANDOFF_SECONDS > best[0]:
+                break  # no transfer takes less
             if score.replica.fits(one):
                 moved = _transfer_seconds(score, one, landed.cached_tokens, tokens)
                 total = (prefill_cost + cost + moved, rank)
@@ -229,13 +231,13 @@ def _landing(one: Replica, question: Question, config: RoutingConfig) -> tuple[S
 
 
 def _transfer_seconds(score: Score, decode: Replica, cached: int, tokens: int) -> float:
-    """Of a pair: what is not hidden behind the computation. Nothing where the replicas do not tell their bytes."""
+    """Of a pair: what is not hidden behind the computation. A constant where the replicas do not tell their bytes."""
     prefill = score.replica
     moved = prefill.kv_bytes_per_token * (tokens - cached) + prefill.state_bytes
     if moved <= 0:
-        return 0.0
+        return HANDOFF_SECONDS
     seconds = moved / BYTES_PER_SECOND[_channel(prefill, decode)]
-    return max(seconds - score.compute_seconds, EXPOSED * seconds)
+    return HANDOFF_SECONDS + max(seconds - score.compute_seconds, EXPOSED * seconds)
 
 
 def _channel(prefill: Replica, decode: Replica) -> str:

@@ -242,7 +242,8 @@ class Engine:
             self.abort(id)
         seconds = self._clock() - began
         self._count(steps=bool(result.chunks), step_seconds=seconds,
-                    step_tokens=sum(chunk.count for chunk in result.chunks), output_tokens=len(events), preemptions=len(plan.preempted))
+                    step_tokens=sum(chunk.count for chunk in result.chunks), output_tokens=len(events),
+                    preemptions=len(plan.preempted))
         handed_off = frozenset(chunk.sequence.id for chunk, _ in result.done if chunk.sequence.state is State.HANDED_OFF)
         return StepResult(events=tuple(events), failures=tuple(failures.items()), timings=timings, handed_off=handed_off,
                           tokens=sum(chunk.count for chunk in chunks or result.chunks), seconds=seconds)

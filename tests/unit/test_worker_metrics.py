@@ -77,8 +77,8 @@ def test_running_tells_prefill_from_decode() -> None:
 
 def test_what_the_engine_did_is_added_once() -> None:
     rig = Rig()
-    first = EngineCounters(steps=3, step_seconds=0.5, step_tokens=11, prompt_tokens=10, cached_tokens=4, landed_tokens=20, reused_tokens=16,
-                           output_tokens=7, preemptions=1, evicted_blocks=2)
+    first = EngineCounters(steps=3, step_seconds=0.5, step_tokens=11, prompt_tokens=10, cached_tokens=4,
+                           landed_tokens=20, reused_tokens=16, output_tokens=7, preemptions=1, evicted_blocks=2)
     rig.metrics.engine_did(first)
     rig.metrics.engine_did(first)
     rig.metrics.engine_did(replace(first, steps=5, output_tokens=9))
