@@ -37,7 +37,7 @@ class Session:
         self._role = role
         self._jobs = jobs
         self._load = load
-        self._feed = feed or CacheFeed()
+        self._feed = CacheFeed() if feed is None else feed
         self._watch: CacheWatch | None = None
         self._running: dict[Key, Job] = {}
         self._past: OrderedDict[Key, bool] = OrderedDict()  # True: cancelled before it came
