@@ -19,6 +19,8 @@ TOKENS_PER_SECOND = 10_000.0
 """Of a prefill replica, while none has measured its own."""
 BYTES_PER_SECOND = {"local": 10e9, "rdma": 20e9, "grpc": 1e9}
 """What a transfer is taken to move by each channel."""
+SLOW = 2.0
+"""Replicas count as equally fast unless one is so many times slower: less may be what they happened to compute."""
 EXPOSED = 0.1
 """Part of a transfer's time that is not hidden behind the computation of its prompt."""
 HANDOFF_SECONDS = 0.002
@@ -143,14 +145,13 @@ def prefix(question: Question, prefills: Sequence[Replica], decodes: Sequence[Re
 def auto(question: Question, prefills: Sequence[Replica], decodes: Sequence[Replica], config: RoutingConfig) -> Decision:
     """The least of the seconds until the request decodes, with what it costs those that decode beside it."""
     tokens, hits, turn = question.tokens, question.hits, question.turn
-    known = [one.tokens_per_second for one in prefills if one.tokens_per_second]
-    usual = sum(known) / len(known) if known else TOKENS_PER_SECOND
+    usual = max(one.tokens_per_second for one in prefills) or TOKENS_PER_SECOND
     by_cost: list[tuple[float, int, Score]] = []
     for place, one in enumerate(prefills):
         depth, state = hits.get(one.id, UNKNOWN)
         size = one.block_size or 1
         cached = min(state if one.needs_snapshots else depth, (tokens - 1) // size) * size
-        rate = one.tokens_per_second or usual
+        rate = one.tokens_per_second if 0 < one.tokens_per_second * SLOW < usual else usual
         queue = (one.waiting_tokens if one.waiting_tokens > one.pending_tokens else one.pending_tokens) / rate
         compute = (tokens - cached) / rate
         load = one.load
