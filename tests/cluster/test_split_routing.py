@@ -73,7 +73,7 @@ async def test_prompts_follow_what_real_workers_say_that_they_have_cached(cluste
 
 
 async def test_what_decode_computes_alone_is_what_both_compute(cluster: Cluster) -> None:
-    """One after the other, and with nothing cached: otherwise some would be cheaper on prefill."""
+    """One after the other, and with nothing cached: otherwise more of them would be cheaper on prefill."""
     rows = [json.loads(line) for line in (FOLDER / "samples.jsonl").read_text().splitlines()]
     texts = [row for row in rows if not row["id"].startswith("img_")][::2]
     assert texts
@@ -84,9 +84,9 @@ async def test_what_decode_computes_alone_is_what_both_compute(cluster: Cluster)
             await until_healthy(http, 30)
             bodies = [await ask(http, messages=messages(row), cache_salt=name) for row in texts]
             bodies.append(await ask(http, messages=messages(texts[0]), cache_salt=name, **drawn))
-            events = [await explained(http, body) for body in bodies]
-            assert {event["local"] != "" for event in events} == {name == "router-1"}
-            assert all((body["slipstream"]["kv_bytes"] > 0) is (name == "router-0") for body in bodies)
+            alone = [(await explained(http, body))["local"] != "" for body in bodies]
+            assert sum(alone) == 0 if name == "router-0" else sum(alone) > len(alone) // 2
+            assert [body["slipstream"]["kv_bytes"] == 0 for body in bodies] == alone
             answers.append([text(body) for body in bodies] + [body["usage"]["completion_tokens"] for body in bodies])
     assert answers[0] == answers[1]
     assert [one[0].strip() for one in answers[0][: len(texts)]] == [row["answer"].strip() for row in texts]
