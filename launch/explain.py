@@ -12,7 +12,7 @@ from launch.status import wide
 
 DECIDED = "decided"
 SCORE = {"cached tokens": "cached_tokens", "load": "load", "queue s": "queue_seconds", "compute s": "compute_seconds",
-         "memory": "memory", "cost s": "seconds"}
+         "memory": "memory", "cost s": "cost_seconds"}
 """Columns, and what the router calls them."""
 
 

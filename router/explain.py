@@ -7,7 +7,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
-from router.policies import Decision, Score
+from router.policies import SCORE, Decision, Score
 
 MAX_EVENTS = 64
 """Of one request; further ones are counted and not kept."""
@@ -50,13 +50,11 @@ def _told(decision: Decision) -> dict[str, Any]:
     return {"policy": decision.policy, "prefill": decision.prefill.name if decision.prefill else None,
             "decode": decision.decode.name, "local": decision.local, "reason": decision.reason,
             "computed_tokens": decision.computed_tokens, "transfer_seconds": decision.transfer_seconds,
-            "candidates": [_score(score) | {"chosen": score.replica in chosen} for score in decision.scores]}
+            "candidates": [_score(score) | {"chosen": any(score[0] is one for one in chosen)} for score in decision.scores]}
 
 
 def _score(score: Score) -> dict[str, Any]:
-    values = score._asdict()
-    replica = values.pop("replica")
-    return {"replica": replica.name, "role": replica.role.value, **values}
+    return {**dict(zip(SCORE, score, strict=True)), "replica": score[0].name, "role": score[0].role.value}
 
 
 class Traces:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import lru_cache
 
 from router.policy import Replica, missing, refusal
 from slipstream.config_routing import RoutingConfig
@@ -29,10 +29,11 @@ BUSY_SECONDS = 1.0
 """What it costs to be refused by a decode replica for want of memory, and to come again."""
 IMBALANCE = 1.5, 4
 """`prefix` follows a prefix to a replica with at most so many times the least load, and so many requests more."""
-UNKNOWN = (0, 0)
+USUAL_RUNNING = 64
+"""Sequences, of a replica that does not tell how many it can run."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Question:
     """What a policy is asked: for one run of a request."""
 
@@ -48,22 +49,15 @@ class Question:
     """Replicas that are taken only if there are no others."""
 
 
-class Score(NamedTuple):
-    """A candidate as a policy saw it; seconds are of `auto` alone."""
-
-    replica: Replica
-    cached_tokens: int
-    load: int
-    seconds: float
-    queue_seconds: float = 0.0
-    compute_seconds: float = 0.0
-    memory: float = 0.0
-    """Share of its KV blocks that would be used."""
+Score = tuple[Replica, int, int, float, float, float, float]
+"""A candidate as a policy saw it, by the names of SCORE; a plain tuple, as there are many of them in every decision."""
+SCORE = "replica", "cached_tokens", "load", "cost_seconds", "queue_seconds", "compute_seconds", "memory"
+"""Seconds are of `auto` alone; memory is the share of a decode replica's blocks that would be used."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class Decision:
-    """Who serves a run."""
+    """Who serves a run. Not frozen, which would make it three times as slow to make."""
 
     policy: str
     prefill: Replica | None
@@ -75,7 +69,7 @@ class Decision:
     local: str = ""
     """Why decode computes the prompt: `short`, `cached` or `empty_pool`."""
     transfer_seconds: float = 0.0
-    scores: tuple[Score, ...] = ()
+    scores: Sequence[Score] = ()
 
 
 Policy = Callable[[Question, Sequence[Replica], Sequence[Replica], RoutingConfig], Decision]
@@ -88,7 +82,10 @@ def choose(replicas: Sequence[Replica], question: Question, policy: str, config:
 
     Raises UnavailableError saying what is missing.
     """
-    prefills, decodes = ([one for one in replicas if one.role is role and not one.draining] for role in Role)
+    prefills, decodes = list[Replica](), list[Replica]()
+    for one in replicas:
+        if not one.draining:
+            (prefills if one.role is Role.PREFILL else decodes).append(one)
     if question.not_now:
         others = [one for one in prefills if one.id not in question.not_now]
         prefills = others if _any_fits(others, decodes) else prefills
@@ -120,7 +117,7 @@ def another_decode(replicas: Sequence[Replica], prefill: Replica | None, *, not_
 
 def round_robin(question: Question, prefills: Sequence[Replica], decodes: Sequence[Replica], config: RoutingConfig) -> Decision:
     """One after the other."""
-    prefills = [one for one in prefills if any(map(one.fits, decodes))]
+    prefills = [one for one in prefills if _any_fits((one,), decodes)]
     prefill = prefills[question.turn % len(prefills)]
     fitting = [one for one in decodes if prefill.fits(one)]
     return _decided("round_robin", question, prefill, fitting[question.turn // len(prefills) % len(fitting)],
@@ -129,14 +126,14 @@ def round_robin(question: Question, prefills: Sequence[Replica], decodes: Sequen
 
 def least_load(question: Question, prefills: Sequence[Replica], decodes: Sequence[Replica], config: RoutingConfig) -> Decision:
     """The fewest requests on each side; of equals the one with more free memory, then in turn."""
-    prefill = _least([one for one in prefills if any(map(one.fits, decodes))], question.turn)
+    prefill = _least([one for one in prefills if _any_fits((one,), decodes)], question.turn)
     decode = _least([one for one in decodes if prefill.fits(one)], question.turn)
     return _decided("least_load", question, prefill, decode, prefills, decodes, "the fewest requests on each side")
 
 
 def prefix(question: Question, prefills: Sequence[Replica], decodes: Sequence[Replica], config: RoutingConfig) -> Decision:
     """Where most of the prompt is cached, unless that replica has far more to do than another."""
-    prefill, followed = _warmest([one for one in prefills if any(map(one.fits, decodes))], question, computes=True)
+    prefill, followed = _warmest([one for one in prefills if _any_fits((one,), decodes)], question, computes=True)
     decode, too = _warmest([one for one in decodes if prefill.fits(one)], question, computes=False)
     how = {True: "the longest cached beginning", False: "the fewest requests: where more is cached, the load is too high"}
     return _decided("prefix", question, prefill, decode, prefills, decodes, f"prefill: {how[followed]}; decode: {how[too]}")
@@ -144,53 +141,44 @@ def prefix(question: Question, prefills: Sequence[Replica], decodes: Sequence[Re
 
 def auto(question: Question, prefills: Sequence[Replica], decodes: Sequence[Replica], config: RoutingConfig) -> Decision:
     """The least of the seconds until the request decodes, with what it costs those that decode beside it."""
-    tokens, hits, turn = question.tokens, question.hits, question.turn
-    usual = max(one.tokens_per_second for one in prefills) or TOKENS_PER_SECOND
-    by_cost: list[tuple[float, int, Score]] = []
-    for place, one in enumerate(prefills):
-        depth, state = hits.get(one.id, UNKNOWN)
-        size = one.block_size or 1
-        cached = min(state if one.needs_snapshots else depth, (tokens - 1) // size) * size
-        rate = one.tokens_per_second if 0 < one.tokens_per_second * SLOW < usual else usual
-        queue = (one.waiting_tokens if one.waiting_tokens > one.pending_tokens else one.pending_tokens) / rate
-        compute = (tokens - cached) / rate
-        load = one.load
-        cost = queue + compute + config.balance_seconds * load / (one.max_running or 64)
-        by_cost.append((cost, (place - turn) % len(prefills), Score(one, cached, load, cost, queue, compute)))
-    by_cost.sort(key=_by_cost)
-    best: tuple[float, int] = (float("inf"), 0)
+    tokens, turn = question.tokens, question.turn
+    usual = max([one.tokens_per_second for one in prefills]) or TOKENS_PER_SECOND
+    scores = [_computing(one, question, config, usual) for one in prefills]
+    computing = [(score[3], (place - turn) % len(prefills), score) for place, score in enumerate(scores)]
+    computing.sort()  # no two scores are compared: the places differ
+    landed_all = [_landing(one, question, config) for one in decodes]
+    landing = [(score[3], (place - turn) % len(decodes), score) for place, score in enumerate(landed_all)]
+    landing.sort()
+    best = float("inf")
     found: tuple[Score, Score, float] | None = None
-    alone: tuple[float, Score] | None = None
-    scores = [score for _, _, score in by_cost]
-    for place, one in enumerate(decodes):
-        landed, cost = _landing(one, question, config)
-        scores.append(landed)
-        rank = (place - turn) % len(decodes)
-        for prefill_cost, _, score in by_cost:
-            if prefill_cost + cost + HANDOFF_SECONDS > best[0]:
+    for landed_cost, _, landed in landing:
+        one = landed[0]
+        for cost, _, score in computing:
+            if cost + landed_cost + HANDOFF_SECONDS >= best:
                 break  # no transfer takes less
-            if score.replica.fits(one):
-                moved = _transfer_seconds(score, one, landed.cached_tokens, tokens)
-                total = (prefill_cost + cost + moved, rank)
-                if total < best:
+            if score[0].fits(one):
+                moved = _transfer_seconds(score, one, landed[1], tokens)
+                if (total := cost + landed_cost + moved) < best:
                     best, found = total, (score, landed, moved)
-        if config.local_prefill_tokens and question.text_only and one.computes_prompts:
+    alone: tuple[float, int, Replica] | None = None
+    if config.local_prefill_tokens and question.text_only:
+        for landed_cost, _, landed in landing:
+            one = landed[0]
             rest = tokens - _cached(one, question, computes=True)
-            if rest <= config.local_prefill_tokens:
-                stalled = 1 + config.stall_weight * one.running
-                here = cost + max(one.waiting_tokens, one.pending_tokens) / usual + rest / usual * stalled
+            if one.computes_prompts and rest <= config.local_prefill_tokens:
+                weight = config.compute_weight + config.stall_weight * one.running
+                here = landed_cost + (one.queued_tokens + rest * weight) / usual
                 if alone is None or here < alone[0]:
-                    alone = (here, landed)
+                    alone = here, rest, one
     assert found is not None, "one pair fits"
-    score, landed, moved = found
-    if alone is not None and alone[0] < best[0]:
-        one = alone[1].replica
-        rest = tokens - _cached(one, question, computes=True)
+    if alone is not None and alone[0] < best:
+        here, rest, one = alone
         return Decision(policy="auto", prefill=None, decode=one, local="short" if rest == tokens else "cached",
-                        reason=f"{rest} of {tokens} tokens are left to compute there: {alone[0]:.4f} s against {best[0]:.4f} s",
-                        computed_tokens=rest, scores=tuple(scores))
-    return Decision(policy="auto", prefill=score.replica, decode=landed.replica, computed_tokens=tokens - score.cached_tokens,
-                    reason=f"{best[0]:.4f} s: the least of all pairs", transfer_seconds=moved, scores=tuple(scores))
+                        reason=f"{rest} of {tokens} tokens are left to compute there: {here:.4f} s against {best:.4f} s",
+                        computed_tokens=rest, scores=scores + landed_all)
+    score, landed, moved = found
+    return Decision(policy="auto", prefill=score[0], decode=landed[0], computed_tokens=tokens - score[1],
+                    reason="the least cost of all pairs", transfer_seconds=moved, scores=scores + landed_all)
 
 
 POLICIES: dict[str, Policy] = {"auto": auto, "round_robin": round_robin, "least_load": least_load, "prefix": prefix}
@@ -201,52 +189,64 @@ POLICIES: dict[str, Policy] = {"auto": auto, "round_robin": round_robin, "least_
 
 
 def _any_fits(prefills: Sequence[Replica], decodes: Sequence[Replica]) -> bool:
-    return any(p.fits(d) for p in prefills for d in decodes)
-
-
-def _by_cost(row: tuple[float, int, Score]) -> tuple[float, int]:
-    return row[0], row[1]
+    for one in prefills:
+        for other in decodes:
+            if one.fits(other):
+                return True
+    return False
 
 
 def _cached(one: Replica, question: Question, *, computes: bool) -> int:
     """Tokens of the prompt that it need not compute, or be sent."""
-    depth, state = question.hits.get(one.id, UNKNOWN)
+    if not (hit := question.hits.get(one.id)):
+        return 0
     size = one.block_size or 1
-    if not computes:
-        return depth * size
-    return min(state if one.needs_snapshots else depth, (question.tokens - 1) // size) * size
+    return min(hit[one.needs_snapshots], (question.tokens - 1) // size) * size if computes else hit[0] * size
 
 
-def _landing(one: Replica, question: Question, config: RoutingConfig) -> tuple[Score, float]:
-    """A decode replica, and what its load and its memory make it cost."""
-    depth, _ = question.hits.get(one.id, UNKNOWN)
-    size = one.block_size or 1
-    load = one.load
-    needed = -(-question.tokens // size) + question.choices - depth
-    cost = config.balance_seconds * (load + question.choices - 1) / (one.max_running or 64)
+def _computing(one: Replica, question: Question, config: RoutingConfig, usual: float) -> Score:
+    """A prefill replica: what its queue, its load and the computation cost."""
+    tokens, cached = question.tokens, 0
+    if hit := question.hits.get(one.id):
+        size = one.block_size or 1
+        cached = min(hit[one.needs_snapshots], (tokens - 1) // size) * size
+    rate = one.tokens_per_second if 0 < one.tokens_per_second * SLOW < usual else usual
+    queue, compute, load = one.queued_tokens / rate, (tokens - cached) / rate, one.load
+    cost = queue + compute * config.compute_weight + config.balance_seconds * load / (one.max_running or USUAL_RUNNING)
+    return one, cached, load, cost, queue, compute, 0.0
+
+
+def _landing(one: Replica, question: Question, config: RoutingConfig) -> Score:
+    """A decode replica: what its load and its memory cost."""
+    hit, size, load = question.hits.get(one.id), one.block_size or 1, one.load
+    depth = hit[0] if hit else 0
+    cost = config.balance_seconds * (load + question.choices - 1) / (one.max_running or USUAL_RUNNING)
     memory = 0.0
     if one.total_blocks:
+        needed = -(-question.tokens // size) + question.choices - depth
         memory = 1 - (one.free_blocks - needed) / one.total_blocks
         cost += config.balance_seconds * memory if memory <= 1 else BUSY_SECONDS * memory
-    return Score(one, depth * size, load, cost, memory=memory), cost
+    return one, depth * size, load, cost, 0.0, 0.0, memory
 
 
 def _transfer_seconds(score: Score, decode: Replica, cached: int, tokens: int) -> float:
     """Of a pair: what is not hidden behind the computation. A constant where the replicas do not tell their bytes."""
-    prefill = score.replica
+    prefill = score[0]
     moved = prefill.kv_bytes_per_token * (tokens - cached) + prefill.state_bytes
     if moved <= 0:
         return HANDOFF_SECONDS
-    seconds = moved / BYTES_PER_SECOND[_channel(prefill, decode)]
-    return HANDOFF_SECONDS + max(seconds - score.compute_seconds, EXPOSED * seconds)
+    near = bool(prefill.host) and prefill.host == decode.host
+    seconds = moved / _bytes_per_second(prefill.channels, decode.channels, near)
+    return HANDOFF_SECONDS + max(seconds - score[5], EXPOSED * seconds)
 
 
-def _channel(prefill: Replica, decode: Replica) -> str:
-    """The best that both have; `local` only reaches over one machine."""
-    common = prefill.channels & decode.channels
-    if "local" in common and prefill.host and prefill.host == decode.host:
-        return "local"
-    return "rdma" if any(name.startswith("rdma") for name in common) else "grpc"
+@lru_cache(256)
+def _bytes_per_second(here: frozenset[str], there: frozenset[str], near: bool) -> float:
+    """By the best channel that both have; `local` reaches over one machine only."""
+    common = here & there
+    if near and "local" in common:
+        return BYTES_PER_SECOND["local"]
+    return BYTES_PER_SECOND["rdma" if any(name.startswith("rdma") for name in common) else "grpc"]
 
 
 def _least(fitting: Sequence[Replica], turn: int) -> Replica:
@@ -269,7 +269,7 @@ def _warmest(fitting: Sequence[Replica], question: Question, *, computes: bool) 
 
 def _decided(policy: str, question: Question, prefill: Replica, decode: Replica, prefills: Sequence[Replica],
              decodes: Sequence[Replica], reason: str) -> Decision:
-    scores = tuple(Score(one, _cached(one, question, computes=one.role is Role.PREFILL), one.load, 0.0)
-                   for one in (*prefills, *decodes))
+    scores: list[Score] = [(one, _cached(one, question, computes=computes), one.load, 0.0, 0.0, 0.0, 0.0)
+                           for side, computes in ((prefills, True), (decodes, False)) for one in side]
     return Decision(policy=policy, prefill=prefill, decode=decode, reason=reason, scores=scores,
                     computed_tokens=question.tokens - _cached(prefill, question, computes=True))

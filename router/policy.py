@@ -52,7 +52,14 @@ class Replica:
     @property
     def load(self) -> int:
         """Requests. What this router sent counts at once; what the replica said is a little old and includes other routers'."""
-        return max(self.in_flight, self.waiting + self.running)
+        told, sent = self.waiting + self.running, self.in_flight
+        return told if told > sent else sent
+
+    @property
+    def queued_tokens(self) -> int:
+        """Of prompts that are to be computed before a new one, by the same reasoning."""
+        told, sent = self.waiting_tokens, self.pending_tokens
+        return told if told > sent else sent
 
     def fits(self, other: Replica) -> bool:
         """True if a prompt's state can go from one to the other, as far as they tell."""

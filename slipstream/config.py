@@ -353,7 +353,8 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("at least 0", lambda value: value >= 0,
      "engine.state_snapshots transfer.image_store_bytes transfer.rdma.quarantine_seconds transfer.faults.delay_seconds "
      "transfer.faults.stall_at_bytes transfer.faults.bytes_per_second router.routing.index_bytes router.routing.decisions "
-     "router.routing.predict_seconds router.routing.balance_seconds router.routing.local_prefill_tokens "
+     "router.routing.predict_seconds router.routing.balance_seconds router.routing.compute_weight "
+     "router.routing.local_prefill_tokens "
      "router.routing.stall_weight"),
     ("above 0", lambda value: value > 0,
      "transfer.stall_seconds transfer.lease_seconds transfer.connect_seconds ray.unresponsive_seconds "

@@ -19,6 +19,9 @@ class RoutingConfig:
     only what workers say counts."""
     balance_seconds: float = 0.1
     """`auto`: what a full replica costs more than an idle one."""
+    compute_weight: float = 12.0
+    """`auto`: how many times the seconds that a prompt's own computation takes count: others wait behind it, and what it
+    caches a second time drives something else out."""
     local_prefill_tokens: int = 0
     """`auto`: a decode replica may compute the prompt of a request without pictures if at most so many of its tokens are not
     cached there; 0: it never does."""

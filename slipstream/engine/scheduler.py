@@ -88,8 +88,9 @@ class Scheduler:
 
     @property
     def waiting_tokens(self) -> int:
-        """Of prompts, those that no step has begun to compute; cached ones count until their prompt gets its memory."""
-        return sum(_left(one) for state in (State.WAITING, State.COMPUTING) for one in self._of[state].values())
+        """Of prompts, those that no step has begun to compute, without what was cached of them when they came."""
+        return sum(_left(one) - (one.cached if state is State.WAITING else 0)
+                   for state in (State.WAITING, State.COMPUTING) for one in self._of[state].values())
 
     # Coming in -------------------------------------------------------------------------------------------------------
 
@@ -97,6 +98,7 @@ class Scheduler:
         """Queue a prompt."""
         assert sequence.state is State.WAITING, "only a new sequence can be queued"
         self._arrivals += 1
+        sequence.cached = self.memory.cached_tokens(sequence)
         sequence.number = self._arrivals
         self._of[State.WAITING][_key(sequence)] = sequence
         self._requests[sequence.id] = [sequence]

@@ -102,7 +102,7 @@ class Sequence:
     shared: int = 0
     state_slot: int | None = None
     cached: int = 0
-    """Tokens that were here when its memory was taken."""
+    """Tokens that were here when its memory was taken; before that, when it came."""
     snapshot_at: tuple[int, ...] = ()
     """Lengths of the prompt, whole blocks, after which a snapshot of the states would be found by others."""
     computed: int = 0

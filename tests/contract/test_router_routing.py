@@ -272,14 +272,14 @@ def test_a_request_is_explained_by_any_of_its_names(router: Front, stage: Stage)
     scores = {one["replica"]: one for one in first["candidates"]}
     assert set(scores) == {"p0", "p1", "d0"}
     assert scores["p1"]["cached_tokens"] == 16 * len(those[1].cached)
-    assert scores["p1"]["seconds"] < scores["p0"]["seconds"], "a score says why"
+    assert scores["p1"]["cost_seconds"] < scores["p0"]["cost_seconds"], "a score says why"
     assert [one["chosen"] for one in scores.values()].count(True) == 2
     assert whole["events"][-1]["code"] == "ok"
     assert TEXT[:20] not in json.dumps(whole), "nothing of the prompt"
     said = subprocess.run([sys.executable, "-m", "launch", "explain", "mine:1", "--url", router.url], capture_output=True,
                           text=True, timeout=30, check=True).stdout
     assert "p1 -> d0" in said
-    assert "the least of all pairs" in said
+    assert "the least cost of all pairs" in said
     assert "resume" in said
     for _ in range(3):
         router.answer("ok")

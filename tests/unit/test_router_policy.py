@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from router import policies
 from router.limits import Limits
-from router.policies import POLICIES, Decision, Question, another_decode
+from router.policies import POLICIES, SCORE, Decision, Question, another_decode
 from router.policy import Replica, missing
 from router.stream import StopFilter
 from slipstream.config_routing import RoutingConfig
@@ -147,13 +147,15 @@ def test_a_prefix_is_not_followed_into_a_crowd() -> None:
 
 def test_auto_weighs_the_queue_against_the_prefix() -> None:
     replicas = two(tokens_per_second=1000.0)
+    once = {"compute_weight": 1.0}
     replicas[1].waiting_tokens = 100
-    assert pair(choose(replicas, "auto", hits={"p1": (8, 0)}))[0] == "p1", "128 tokens less, behind 100"
+    assert pair(choose(replicas, "auto", hits={"p1": (8, 0)}, routing=once))[0] == "p1", "128 tokens less, behind 100"
     replicas[1].pending_tokens = 200
-    decision = choose(replicas, "auto", hits={"p1": (8, 0)})
+    assert pair(choose(replicas, "auto", hits={"p1": (8, 0)}))[0] == "p1", "they count for more than waiting"
+    decision = choose(replicas, "auto", hits={"p1": (8, 0)}, routing=once)
     assert pair(decision)[0] == "p0"
-    prefills = [score for score in decision.scores if score.replica.role is P]
-    told = {score.replica.id: (score.queue_seconds, score.compute_seconds) for score in prefills}
+    scores = [dict(zip(SCORE, score, strict=True)) for score in decision.scores]
+    told = {one["replica"].id: (one["queue_seconds"], one["compute_seconds"]) for one in scores if one["replica"].role is P}
     assert told == {"p0": (0.0, 0.16), "p1": (0.2, 0.032)}, "every candidate comes with what it was measured by"
 
 
@@ -199,7 +201,7 @@ def test_a_prompt_that_is_short_or_cached_is_computed_by_decode_where_that_is_al
 
 def test_a_decode_replica_that_others_decode_on_computes_less_readily() -> None:
     replicas = two(computes_prompts=True, tokens_per_second=1000.0)
-    allowed = {"local_prefill_tokens": 32, "balance_seconds": 0.0}
+    allowed = {"local_prefill_tokens": 32, "balance_seconds": 0.0, "compute_weight": 1.0}
     hits = {"p0": (7, 0), "d0": (8, 0)}
     assert choose(replicas, "auto", hits=hits, routing=allowed).local == "cached"
     for one in replicas[2:]:
