@@ -1,8 +1,9 @@
-"""Suite `routing`: the router's own policies and prefix index over simulated workers, on a synthetic trace of Mooncake's format.
+"""Suite `routing`: the router's policies and prefix index over simulated workers, on a synthetic trace of Mooncake's format.
 
-Half of the workers prefill, one prompt after the other, the others decode; each keeps what it saw, least recently used first out.
-Time is simulated, decisions are real. A hit is a token that was cached where its prompt was computed, when it was computed; the
-oracle is one cache as large as those of all prefill workers together. Imbalance is the most that a worker did, over the mean.
+Half of the workers prefill, one prompt after the other, the others decode; each keeps what it saw, least recently used first
+out. Time is simulated, decisions are real. A hit is a token that was cached where its prompt was computed, when that began;
+the oracle is one cache as large as those of all prefill workers together. Imbalance is the most that a worker did, over the
+mean.
 sglang-router is not in it: its policy cannot be asked without its HTTP server and workers of its own.
 """
 
@@ -31,6 +32,7 @@ CACHE_BLOCKS = 1200
 MAX_RUNNING = 128
 UTILISATION = 0.6
 """Of the prefill workers, if every hit of the oracle were one."""
+CONFIG = RoutingConfig()
 ORACLE = "one big cache"
 KV_BYTES = 147_456
 """Of a token, as in Qwen3-8B."""
@@ -142,7 +144,7 @@ class Run:
         whole = request.hash_ids[: request.input_length // BLOCK_TOKENS]
         start = time.thread_time()
         hits = self.index.match(whole, 0) if self.policy in ("auto", "prefix") else {}
-        decision = choose(views, Question(tokens=request.input_length, turn=turn, hits=hits), self.policy, RoutingConfig())
+        decision = choose(views, Question(tokens=request.input_length, turn=turn, hits=hits), self.policy, CONFIG)
         middle = time.thread_time()
         assert decision.prefill is not None
         if self.policy in ("auto", "prefix"):
@@ -259,5 +261,5 @@ def _keys() -> list[dict[str, str | float]]:
         index.match(keys, 511)
         found.append(middle - start)
         asked.append(time.thread_time() - middle)
-    return [{"workload": "8k tokens in blocks of 16", "workers": 16, "method": name, "decision_us": 1e6 * statistics.median(seconds)}
-            for name, seconds in (("keys", found), ("look-up", asked))]
+    return [{"workload": "8k tokens in blocks of 16", "workers": 16, "method": name,
+             "decision_us": 1e6 * statistics.median(seconds)} for name, seconds in (("keys", found), ("look-up", asked))]

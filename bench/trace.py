@@ -1,7 +1,7 @@
 """Requests in the format of Mooncake's traces (timestamp in ms, input_length, output_length, hash_ids of 512 tokens each).
 
-Synthetic, from a seed: conversations that come back with all that was said, over system prompts of which some are asked far more
-than others, and single long prompts that nobody asks again. No line of a published trace is in it.
+Synthetic, from a seed: conversations that come back with all that was said, over system prompts of which some are asked far
+more than others, and single long prompts that nobody asks again. No line of a published trace is in it.
 """
 
 from __future__ import annotations

@@ -82,10 +82,10 @@ def choose(replicas: Sequence[Replica], question: Question, policy: str, config:
 
     Raises UnavailableError saying what is missing.
     """
-    prefills, decodes = list[Replica](), list[Replica]()
+    prefills, decodes, computes = list[Replica](), list[Replica](), Role.PREFILL
     for one in replicas:
         if not one.draining:
-            (prefills if one.role is Role.PREFILL else decodes).append(one)
+            (prefills if one.role is computes else decodes).append(one)
     if question.not_now:
         others = [one for one in prefills if one.id not in question.not_now]
         prefills = others if _any_fits(others, decodes) else prefills
@@ -141,14 +141,11 @@ def prefix(question: Question, prefills: Sequence[Replica], decodes: Sequence[Re
 
 def auto(question: Question, prefills: Sequence[Replica], decodes: Sequence[Replica], config: RoutingConfig) -> Decision:
     """The least of the seconds until the request decodes, with what it costs those that decode beside it."""
-    tokens, turn = question.tokens, question.turn
+    tokens = question.tokens
     usual = max([one.tokens_per_second for one in prefills]) or TOKENS_PER_SECOND
-    scores = [_computing(one, question, config, usual) for one in prefills]
-    computing = [(score[3], (place - turn) % len(prefills), score) for place, score in enumerate(scores)]
-    computing.sort()  # no two scores are compared: the places differ
-    landed_all = [_landing(one, question, config) for one in decodes]
-    landing = [(score[3], (place - turn) % len(decodes), score) for place, score in enumerate(landed_all)]
-    landing.sort()
+    computing = sorted(_computing(prefills, question, config, usual))  # no two scores are compared: the places differ
+    landing = sorted(_landing(decodes, question, config))
+    scores = [score for _, _, score in computing + landing]
     best = float("inf")
     found: tuple[Score, Score, float] | None = None
     for landed_cost, _, landed in landing:
@@ -175,10 +172,10 @@ def auto(question: Question, prefills: Sequence[Replica], decodes: Sequence[Repl
         here, rest, one = alone
         return Decision(policy="auto", prefill=None, decode=one, local="short" if rest == tokens else "cached",
                         reason=f"{rest} of {tokens} tokens are left to compute there: {here:.4f} s against {best:.4f} s",
-                        computed_tokens=rest, scores=scores + landed_all)
+                        computed_tokens=rest, scores=scores)
     score, landed, moved = found
     return Decision(policy="auto", prefill=score[0], decode=landed[0], computed_tokens=tokens - score[1],
-                    reason="the least cost of all pairs", transfer_seconds=moved, scores=scores + landed_all)
+                    reason="the least cost of all pairs", transfer_seconds=moved, scores=scores)
 
 
 POLICIES: dict[str, Policy] = {"auto": auto, "round_robin": round_robin, "least_load": least_load, "prefix": prefix}
@@ -204,29 +201,43 @@ def _cached(one: Replica, question: Question, *, computes: bool) -> int:
     return min(hit[one.needs_snapshots], (question.tokens - 1) // size) * size if computes else hit[0] * size
 
 
-def _computing(one: Replica, question: Question, config: RoutingConfig, usual: float) -> Score:
-    """A prefill replica: what its queue, its load and the computation cost."""
-    tokens, cached = question.tokens, 0
-    if hit := question.hits.get(one.id):
-        size = one.block_size or 1
-        cached = min(hit[one.needs_snapshots], (tokens - 1) // size) * size
-    rate = one.tokens_per_second if 0 < one.tokens_per_second * SLOW < usual else usual
-    queue, compute, load = one.queued_tokens / rate, (tokens - cached) / rate, one.load
-    cost = queue + compute * config.compute_weight + config.balance_seconds * load / (one.max_running or USUAL_RUNNING)
-    return one, cached, load, cost, queue, compute, 0.0
+def _computing(prefills: Sequence[Replica], question: Question, config: RoutingConfig, usual: float
+               ) -> list[tuple[float, int, Score]]:
+    """By prefill replica (cost, place in turn): what its queue, its load and the computation cost."""
+    tokens, hits, turn, weight, balance = (question.tokens, question.hits, question.turn, config.compute_weight,
+                                           config.balance_seconds)
+    count, slow = len(prefills), usual / SLOW
+    found = []
+    for place, one in enumerate(prefills, -turn):
+        cached, speed, load = 0, one.tokens_per_second, one.load
+        if hit := hits.get(one.id):
+            size = one.block_size or 1
+            cached = min(hit[one.needs_snapshots], (tokens - 1) // size) * size
+        rate = speed if 0 < speed < slow else usual
+        queue, compute = one.queued_tokens / rate, (tokens - cached) / rate
+        cost = queue + compute * weight + balance * load / (one.max_running or USUAL_RUNNING)
+        found.append((cost, place % count, (one, cached, load, cost, queue, compute, 0.0)))
+    return found
 
 
-def _landing(one: Replica, question: Question, config: RoutingConfig) -> Score:
-    """A decode replica: what its load and its memory cost."""
-    hit, size, load = question.hits.get(one.id), one.block_size or 1, one.load
-    depth = hit[0] if hit else 0
-    cost = config.balance_seconds * (load + question.choices - 1) / (one.max_running or USUAL_RUNNING)
-    memory = 0.0
-    if one.total_blocks:
-        needed = -(-question.tokens // size) + question.choices - depth
-        memory = 1 - (one.free_blocks - needed) / one.total_blocks
-        cost += config.balance_seconds * memory if memory <= 1 else BUSY_SECONDS * memory
-    return one, depth * size, load, cost, 0.0, 0.0, memory
+def _landing(decodes: Sequence[Replica], question: Question, config: RoutingConfig) -> list[tuple[float, int, Score]]:
+    """By decode replica (cost, place in turn): what its load and its memory cost."""
+    tokens, hits, turn, more, balance = (question.tokens, question.hits, question.turn, question.choices - 1,
+                                         config.balance_seconds)
+    count = len(decodes)
+    found = []
+    for place, one in enumerate(decodes, -turn):
+        hit, size, load, total = hits.get(one.id), one.block_size or 1, one.load, one.total_blocks
+        depth, memory = hit[0] if hit else 0, 0.0
+        cost = balance * (load + more) / (one.max_running or USUAL_RUNNING)
+        if total:
+            memory = 1 - (one.free_blocks - (-(-tokens // size) + more + 1 - depth)) / total
+            cost += balance * memory if memory <= 1 else BUSY_SECONDS * memory
+        found.append((cost, place % count, (one, depth * size, load, cost, 0.0, 0.0, memory)))
+    return found
+
+
+
 
 
 def _transfer_seconds(score: Score, decode: Replica, cached: int, tokens: int) -> float:

@@ -18,7 +18,7 @@ from itertools import islice
 BYTES_A_KEY = 320
 """At most, in a map of many, with the room that it grows into."""
 PREDICTED_SHARE = 8
-"""One in so many of the budget is the most that each half of the predictions takes."""
+"""One in so many of the budget is the most that predictions take, and those of them that are young again."""
 SWEPT = 1024
 """Keys that one call looks at for what is left of workers that have gone."""
 NOTHING: tuple[int, int] = (0, 0)
@@ -40,8 +40,8 @@ class PrefixIndex:
         self._max_keys = max_keys
         self._predict_seconds = predict_seconds
         self._masks: dict[int, int] = {}  # in the order in which they were told of, or last routed by
-        self._young: dict[int, int] = {}  # predictions, of the masks' form
-        self._old: dict[int, int] = {}
+        self._guessed: dict[int, int] = {}  # predictions, of the masks' form
+        self._young: dict[int, int] = {}  # those of them that live on when the others go
         self._turned = 0.0
         self._workers: dict[str, _Worker] = {}
         self._names: dict[int, str] = {}  # by slot
@@ -52,7 +52,7 @@ class PrefixIndex:
 
     def __len__(self) -> int:
         """Keys, predicted ones included: what the budget bounds."""
-        return len(self._masks) + len(self._young) + len(self._old)
+        return len(self._masks) + len(self._guessed) + len(self._young)
 
     @property
     def workers(self) -> list[str]:
@@ -84,7 +84,7 @@ class PrefixIndex:
         bits = 3 << 2 * known.slot
         self._live &= ~bits
         self._dead |= bits
-        for predicted in (self._young, self._old):
+        for predicted in (self._guessed, self._young):
             for key in [key for key, mask in predicted.items() if mask & bits]:
                 _clear(predicted, key, bits)
 
@@ -124,7 +124,7 @@ class PrefixIndex:
             self._masks[key] = mask
         else:
             self._masks.pop(key, None)
-        for predicted in (self._young, self._old):
+        for predicted in (self._guessed, self._young):
             if key in predicted:
                 _clear(predicted, key, bits)
 
@@ -133,14 +133,14 @@ class PrefixIndex:
     def match(self, keys: Sequence[int], computable: int) -> Mapping[str, tuple[int, int]]:
         """By worker, of those that hold any: how many of the first of `keys` it holds, and at how many of them, up to
         `computable`, its last snapshot is."""
-        masks, young, old = self._masks.get, self._young, self._old
+        masks, guessed = self._masks.get, self._guessed
         alive, depth = self._live, 0
         found: dict[str, tuple[int, int]] = {}
         states: dict[int, int] = {}  # snapshot bits to depth
         for key in keys:
             mask = masks(key, 0)
-            if alive & ~mask and (young or old):
-                mask |= young.get(key, 0) | old.get(key, 0)
+            if alive & ~mask and key in guessed:
+                mask |= guessed[key]
             if lost := alive & ~mask:
                 if depth:
                     self._end(lost, depth, states, found)
@@ -166,30 +166,33 @@ class PrefixIndex:
         self._sweep()
         if now - self._turned >= self._predict_seconds:
             gone = now - self._turned >= 2 * self._predict_seconds
-            self._young, self._old, self._turned = {}, {} if gone else self._young, now
+            self._guessed, self._young, self._turned = {} if gone else self._young, {}, now
         bits = sum(1 << 2 * known.slot for worker in workers if (known := self._workers.get(worker)))
         if not bits or not self._predict_seconds:
             return
-        masks, young = self._masks, self._young
+        masks = self._masks
         if len(self) > self._max_keys // 4 * 3:  # the oldest may have to go soon: what is used is not old
             for key in reversed(keys):
                 if (mask := masks.pop(key, 0)) and (mask & (self._live | self._live << 1)):
                     masks[key] = mask
         for key in keys:
             if missing := bits & ~masks.get(key, 0):
-                young[key] = young.get(key, 0) | missing
-        if 0 < snapshot <= len(keys):
-            key = keys[snapshot - 1]
-            if missing := bits << 1 & ~masks.get(key, 0):
-                young[key] = young.get(key, 0) | missing
-        if len(young) > self._max_keys // PREDICTED_SHARE:
-            self._young, self._old, self._turned = {}, dict(islice(young.items(), self._max_keys // PREDICTED_SHARE)), now
+                self._guess(key, missing)
+        if 0 < snapshot <= len(keys) and (missing := bits << 1 & ~masks.get(key := keys[snapshot - 1], 0)):
+            self._guess(key, missing)
+        if len(self._guessed) > self._max_keys // PREDICTED_SHARE:
+            few = dict(islice(reversed(self._young.items()), self._max_keys // PREDICTED_SHARE // 2))
+            self._guessed, self._young, self._turned = few, {}, now
         self._fit()
+
+    def _guess(self, key: int, bits: int) -> None:
+        self._guessed[key] = self._guessed.get(key, 0) | bits
+        self._young[key] = self._young.get(key, 0) | bits
 
     # --------------------------------------------------------------------------------------------------------------------
 
     def _fit(self) -> None:
-        """Keep the budget: predictions are an eighth of it at most, twice; of the others the oldest go, some at a time."""
+        """Keep the budget: predictions have their share; of what was told the oldest go, some at a time."""
         if len(self) > self._max_keys:
             many = min(len(self._masks), len(self) - self._max_keys + self._max_keys // 16)
             for key in list(islice(self._masks, many)):

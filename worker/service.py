@@ -196,7 +196,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self.metrics.engine_did(counters)
         seconds, tokens = counters.step_seconds - self._counted.step_seconds, counters.step_tokens - self._counted.step_tokens
         if tokens >= SPEED_TOKENS and seconds > 0:
-            self._counted = counters  # short prompts and lone decodes leave a step half empty: the best of late says what it can
+            self._counted = counters  # some steps are half empty: the best of late says what it can
             self._speed = max(tokens / seconds, 0.9 * self._speed + 0.1 * tokens / seconds)
 
     def _cached(self, cache: CacheChanges | None) -> None:
