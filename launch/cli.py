@@ -184,7 +184,7 @@ def scale(
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(metavar="NAME|all", help="wire, bytes, overlap, parallel, layout or load.")],
+    name: Annotated[str, typer.Argument(metavar="NAME|all", help="wire, bytes, overlap, parallel, layout, load or routing.")],
     quick: Annotated[bool, typer.Option("--quick", help="A small run that shows that it works; it is not stored.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print one JSON object per suite instead of tables.")] = False,
 ) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream import typed
-from slipstream.config_routing import EMPTY_POOL, POLICIES, RoutingConfig
+from slipstream.config_routing import AT_LEAST_0, EMPTY_POOL, POLICIES, RoutingConfig
 from slipstream.errors import ConfigError
 from slipstream.types import Role
 
@@ -352,13 +352,9 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
      "transfer.frame_bytes router.max_in_flight router.max_video_frames debug.record_bytes"),
     ("at least 0", lambda value: value >= 0,
      "engine.state_snapshots transfer.image_store_bytes transfer.rdma.quarantine_seconds transfer.faults.delay_seconds "
-     "transfer.faults.stall_at_bytes transfer.faults.bytes_per_second router.routing.index_bytes router.routing.decisions "
-     "router.routing.predict_seconds router.routing.balance_seconds router.routing.compute_weight "
-     "router.routing.local_prefill_tokens "
-     "router.routing.stall_weight"),
+     "transfer.faults.stall_at_bytes transfer.faults.bytes_per_second " + AT_LEAST_0),
     ("above 0", lambda value: value > 0,
-     "transfer.stall_seconds transfer.lease_seconds transfer.connect_seconds ray.unresponsive_seconds "
-     "router.routing.dns_seconds"),
+     "transfer.stall_seconds transfer.lease_seconds transfer.connect_seconds ray.unresponsive_seconds router.routing.dns_seconds"),
     ("in (0, 1]", lambda value: 0 < value <= 1, "transfer.parked_fraction"),
     ("a share, 0 to 1", lambda value: 0 <= value <= 1,
      "transfer.faults.drop transfer.faults.duplicate transfer.faults.corrupt transfer.faults.cut"),

@@ -6,13 +6,16 @@ from dataclasses import dataclass
 
 POLICIES = ("auto", "round_robin", "least_load", "prefix")
 EMPTY_POOL = ("fail", "local")
+AT_LEAST_0 = " ".join(f"router.routing.{name}" for name in (
+    "index_bytes", "predict_seconds", "balance_seconds", "compute_weight", "local_prefill_tokens", "stall_weight", "decisions"))
+"""Keys that no number below 0 makes sense for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingConfig:
     """[router.routing]: what the policies weigh; docs/routing.md says how."""
 
-    index_bytes: int = 64 << 20
+    index_bytes: int = 256 << 20
     """Memory for what the caches of all workers hold, as this router knows it; beyond it the oldest is forgotten."""
     predict_seconds: float = 10.0
     """For so long, and at most twice that, a prompt counts as cached where it was sent, unless the worker says otherwise; 0:
