@@ -15,7 +15,7 @@ export OMP_WAIT_POLICY ?= passive
 
 help:
 	@echo "make setup   the environment in .venv, with progress; does nothing when it is up to date"
-	@echo "make demo    setup, then three questions to a split deployment on this machine"
+	@echo "make demo    setup, then three questions to a split deployment on this machine; MODEL=smollm2: to a model that speaks English"
 	@echo "make check   style, types, import rules, generated files, size"
 	@echo "make test    setup, then the tests that need neither root nor a GPU"
 	@echo "make test-system   setup, then the tests that need root (network namespaces), system packages or minutes"
@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml constraints.txt scripts/setup
 	@$(PYTHON) scripts/setup
 
 demo: setup
-	@$(BIN)/slipstream demo
+	@$(BIN)/slipstream demo $(if $(MODEL),--model $(MODEL))
 
 check: setup
 	@scripts/check

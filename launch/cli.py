@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -51,20 +52,31 @@ def main() -> None:
 
 
 @app.command()
-def demo(config: ConfigFile = None, set_: Overrides = None) -> None:
+def demo(
+    config: ConfigFile = None,
+    model: Annotated[str, typer.Option(help="demo, which ships with the product, or smollm2, which speaks English and is "
+                                            "fetched and converted once.")] = "demo",
+    set_: Overrides = None,
+) -> None:
     """Ask a small deployment three questions.
 
     Starts one prefill, one decode and one router process (or what --config says), checks the answers and shuts down.
     """
     from rich.console import Console
 
-    from launch import serve
-    from launch.demo import Demo
+    from launch import demo, serve, smollm2
+    from slipstream.typed import check_name
 
     console = Console()
+    check_name(model, ("demo", "smollm2"), "--model")
     # Any free port and a name of its own: a demo must not collide with a deployment that is up.
-    settings = _config(config, ["router.port=0", f"ray.deployment=demo-{os.getpid()}", *(set_ or [])])
-    raise typer.Exit(_with_ray(lambda: serve.run(settings, console, Demo(console).run)))
+    fixed, asked = ["router.port=0", f"ray.deployment=demo-{os.getpid()}"], demo.questions()
+    if model == "smollm2":
+        folder = smollm2.provide(smollm2.cache_folder(os.environ), lambda text: typer.echo(f"smollm2: {text}"))
+        fixed += [f"model.path={json.dumps(str(folder))}", "engine.kv_cache_tokens=8192"]
+        asked = demo.questions(model)
+    settings = _config(config, [*fixed, *(set_ or [])])
+    raise typer.Exit(_with_ray(lambda: serve.run(settings, console, demo.Demo(console, asked).run)))
 
 
 @app.command("serve")

@@ -195,6 +195,8 @@ class PromptBuilder:
             media.append(part["video"] if part["type"] == "video" else Still(
                 url=part["image_url"]["url"], field=f"messages[{number}].content[{index}].image_url"))
             parts.append({"type": "video" if part["type"] == "video" else "image"})
+        if self.checkpoint.vision is None:  # templates of text models add the content to a string
+            return {**message, "content": "\n".join(part.get("text", "") for part in parts)}
         return {**message, "content": parts}
 
     def _finish(self, tokens: list[int], pictures: Sequence[Picture], field: str) -> Prompt:

@@ -354,7 +354,8 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
      "engine.state_snapshots transfer.image_store_bytes transfer.rdma.quarantine_seconds transfer.faults.delay_seconds "
      "transfer.faults.stall_at_bytes transfer.faults.bytes_per_second " + AT_LEAST_0),
     ("above 0", lambda value: value > 0,
-     "transfer.stall_seconds transfer.lease_seconds transfer.connect_seconds ray.unresponsive_seconds router.routing.dns_seconds"),
+     "transfer.stall_seconds transfer.lease_seconds transfer.connect_seconds ray.unresponsive_seconds "
+     "router.routing.dns_seconds"),
     ("in (0, 1]", lambda value: 0 < value <= 1, "transfer.parked_fraction"),
     ("a share, 0 to 1", lambda value: 0 <= value <= 1,
      "transfer.faults.drop transfer.faults.duplicate transfer.faults.corrupt transfer.faults.cut"),

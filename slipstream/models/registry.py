@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -19,7 +20,7 @@ from slipstream.layers.batch import ForwardBatch, LayerCache
 from slipstream.layers.gated_delta import GatedDeltaNet
 from slipstream.layers.moe import SparseMLP
 from slipstream.layers.parallel import Communicator
-from slipstream.models import qwen, weights
+from slipstream.models import weights
 from slipstream.models.qwen import CausalLM
 from slipstream.types import LinearLayer
 
@@ -87,14 +88,19 @@ CAPABILITIES = (
 )
 
 
+CLASSES = {
+    "qwen": ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM",
+             "Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration", "Qwen3VLForConditionalGeneration",
+             "Qwen3VLMoeForConditionalGeneration", "Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration",
+             "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
+}
+"""What can be served: files of this folder, and their classes, which are called as config.json calls the architectures."""
+
+
 def architectures() -> dict[str, type[CausalLM]]:
     """Every architecture that can be served, by its name in config.json."""
-    return by_name(
-        qwen.Qwen2ForCausalLM, qwen.Qwen3ForCausalLM, qwen.Qwen3MoeForCausalLM, qwen.Qwen3NextForCausalLM,
-        qwen.Qwen2VLForConditionalGeneration, qwen.Qwen2_5_VLForConditionalGeneration, qwen.Qwen3VLForConditionalGeneration,
-        qwen.Qwen3VLMoeForConditionalGeneration,
-        qwen.Qwen3_5ForCausalLM, qwen.Qwen3_5ForConditionalGeneration,
-        qwen.Qwen3_5MoeForCausalLM, qwen.Qwen3_5MoeForConditionalGeneration)
+    return by_name(*(getattr(importlib.import_module(f"slipstream.models.{file}"), name)
+                     for file, names in CLASSES.items() for name in names))
 
 
 def by_name(*kinds: type[CausalLM]) -> dict[str, type[CausalLM]]:

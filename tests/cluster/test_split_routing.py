@@ -47,8 +47,8 @@ def text(body: dict[str, Any]) -> list[str]:
 
 
 async def explained(http: httpx.AsyncClient, body: dict[str, Any]) -> dict[str, Any]:
-    told: dict[str, Any] = (await http.get(f"/explain/{body['id']}")).json()
-    return told["events"][0]
+    told: dict[str, Any] = (await http.get(f"/explain/{body['id']}")).json()["events"][0]
+    return told
 
 
 async def test_prompts_follow_what_real_workers_say_that_they_have_cached(cluster: Cluster) -> None:

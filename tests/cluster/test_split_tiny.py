@@ -16,8 +16,7 @@ from tests.support.worker_client import pair
 CHUNKS = (0, 7, 64)
 
 
-@pytest.fixture(scope="module", params=["qwen2", "qwen2_vl", "qwen2_5_vl", "qwen3", "qwen3_moe", "qwen3_vl", "qwen3_moe_vl",
-                                        "qwen3_next", "qwen3_5_text", "qwen3_5_vl", "qwen3_5_moe_vl"])
+@pytest.fixture(scope="module", params=tiny.FAMILIES)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Cluster]]:
     """A checkpoint folder, one decode replica, and one prefill replica for each chunk size (`prefill-0`, ...)."""
     folder = tiny.write(request.param, tmp_path_factory.mktemp(request.param))

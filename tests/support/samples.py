@@ -44,6 +44,11 @@ class Samples:
         """Every sample, in file order."""
         return [self._sample(json.loads(line)) for line in (FOLDER / "samples.jsonl").read_text().splitlines()]
 
+    def text(self, question: str) -> Sample:
+        """A question without pictures, whose answer nobody knows."""
+        return self._sample({"id": "", "messages": [{"role": "user", "content": [{"type": "text", "text": question}]}],
+                             "answer": ""})
+
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of a text."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)

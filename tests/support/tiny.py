@@ -94,6 +94,9 @@ _MODELS: dict[str, Callable[[], Any]] = {
     "qwen3_next": lambda: transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**_NEXT)),
 }
 NAMES = tuple(_MODELS)
+FAMILIES = tuple(name for name in NAMES if name not in ("qwen3_tied_vl", "qwen3_5_text_tied", "qwen3_moe_mixed",
+                                                        "qwen3_5_moe_text"))
+"""Without further variants of one family."""
 
 
 def declared(name: str) -> Any:
@@ -103,6 +106,19 @@ def declared(name: str) -> Any:
     return model.config
 
 
+SERVED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+
+
+def as_served(folder: Path) -> Path:
+    """Give a text-only checkpoint of vocabulary 1920 the weight names of a published one, and the demo's tokenizer."""
+    weights = load_file(folder / "model.safetensors")
+    save_file({name.replace("model.", "model.language_model.", 1): tensor for name, tensor in weights.items()},
+              folder / "model.safetensors", metadata={"format": "pt"})
+    for name in SERVED:
+        shutil.copy(DEMO / name, folder / name)
+    return folder
+
+
 def write_wide(folder: Path) -> Path:
     """A text-only Qwen3.5 that TP8 cuts, with the weight names and the tokenizer of a served checkpoint."""
     sizes = {**_TEXT_3_5, "vocab_size": 1920, "num_attention_heads": 8, "linear_num_value_heads": 8}
@@ -110,24 +126,37 @@ def write_wide(folder: Path) -> Path:
     torch.manual_seed(5)
     model: Any = transformers.Qwen3_5ForCausalLM(config)
     model.save_pretrained(folder)
-    weights = load_file(folder / "model.safetensors")
-    save_file({name.replace("model.", "model.language_model.", 1): tensor for name, tensor in weights.items()},
-              folder / "model.safetensors")
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
-        shutil.copy(DEMO / name, folder / name)
-    return folder
+    return as_served(folder)
 
 
-def write(name: str, folder: Path, seed: int = 0, max_shard_size: str = "5GB") -> Path:
-    """Write the checkpoint of `name` into `folder`; a small `max_shard_size` makes a sharded index."""
-    torch.manual_seed(seed)
-    model = _MODELS[name]().eval().to(torch.float32)
+def write_sparse(folder: Path, *, tied: bool) -> Path:
+    """A text-only Qwen3.5 with experts, whose two stages of four layers have attention in both; wide enough that blocks of
+    128 x 128 are several to a matrix, and that TP2 cuts inside them."""
+    sizes = {**_SPARSE_3_5, "vocab_size": 1920, "hidden_size": 192, "head_dim": 64, "num_hidden_layers": 8,
+             "moe_intermediate_size": 160, "shared_expert_intermediate_size": 96, "linear_num_value_heads": 8,
+             "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+             "rope_parameters": {**_SPARSE_3_5["rope_parameters"], "mrope_section": [3, 3, 2]}}
+    torch.manual_seed(3)
+    model: Any = transformers.Qwen3_5MoeForCausalLM(transformers.Qwen3_5MoeTextConfig(**sizes, tie_word_embeddings=tied))
+    _vary(model)
+    model.save_pretrained(folder)
+    return as_served(folder)
+
+
+def _vary(model: Any) -> None:
     with torch.no_grad():
         for path, parameter in model.named_parameters():
             if parameter.dim() == 1:  # a norm whose weights are all alike would hide a confusion of w and 1 + w
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             elif parameter.dim() == 2 or ".experts." in path:  # initial weights this small would leave every logit nearly equal
                 parameter.mul_(8.0 if "visual" in path else 3.0)
+
+
+def write(name: str, folder: Path, seed: int = 0, max_shard_size: str = "5GB") -> Path:
+    """Write the checkpoint of `name` into `folder`; a small `max_shard_size` makes a sharded index."""
+    torch.manual_seed(seed)
+    model = _MODELS[name]().eval().to(torch.float32)
+    _vary(model)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     if name.endswith("vl"):
         (folder / "preprocessor_config.json").write_text(json.dumps(

@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from launch import client
-from launch.demo import Demo, measures, questions
+from launch.demo import Demo, Question, measures, questions
 from slipstream.errors import InvalidRequestError, LaunchError, SlipstreamError, UnavailableError
 
 FIRST = {"choices": [{"delta": {"role": "assistant", "content": "Hel"}, "finish_reason": None}]}
@@ -144,15 +144,25 @@ def test_the_demo_asks_of_a_picture_of_a_list_and_for_numbers() -> None:
 
 async def test_the_demo_fails_when_an_answer_is_wrong(router: Router) -> None:
     console = Console(file=io.StringIO(), width=200)
-    assert await Demo(console).run((router.url,), asyncio.Event()) == 1
+    assert await Demo(console, questions()).run((router.url,), asyncio.Event()) == 1
     printed = console.file.getvalue()  # type: ignore[attr-defined]
     assert printed.count("answered  Hello\n") == 3
     assert "wrong     the right answer is paint" in printed
     assert "0 of 3 answers are right" in printed
 
 
+async def test_a_model_with_words_of_its_own_has_to_say_what_is_right(router: Router) -> None:
+    """The router answers Hello."""
+    for said, status in (("ell", 0), ("Paris", 1)):
+        console = Console(file=io.StringIO(), width=200)
+        asked = [Question(title="A title", text="A question?", says=said)]
+        assert await Demo(console, asked).run((router.url,), asyncio.Event()) == status
+        assert ("the right answer says Paris" in console.file.getvalue()) == bool(status)  # type: ignore[attr-defined]
+    assert all(question.says and not question.answer for question in questions("smollm2"))
+
+
 async def test_the_demo_fails_when_a_request_is_refused(router: Router) -> None:
     router.status = 429
     console = Console(file=io.StringIO(), width=200)
-    assert await Demo(console).run((router.url,), asyncio.Event()) == 1
+    assert await Demo(console, questions()).run((router.url,), asyncio.Event()) == 1
     assert "failed    HTTP 429" in console.file.getvalue()  # type: ignore[attr-defined]

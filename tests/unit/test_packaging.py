@@ -75,7 +75,7 @@ def test_what_is_imported_is_declared() -> None:
 
     extras = PROJECT["project"]["optional-dependencies"]
     declared = {canonicalize_name(Requirement(one).name)
-                for one in [*PROJECT["project"]["dependencies"], *extras["worker"], *extras["ray"]]}
+                for one in [*PROJECT["project"]["dependencies"], *extras["worker"], *extras["ray"], *extras["smollm2"]]}
     owners = metadata.packages_distributions()
     missing = set()
     for path in tracked():

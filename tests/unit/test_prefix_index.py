@@ -37,11 +37,7 @@ def expected(levels: dict[int, int], keys: list[int], computable: int) -> tuple[
 
 
 LEVELS = st.dictionaries(st.sampled_from(KEYS), st.sampled_from([0, 1, 2]), max_size=8)
-EVENT = st.one_of(
-    st.tuples(st.just("change"), st.sampled_from(WORKERS), LEVELS),
-    st.tuples(st.just("lose"), st.sampled_from(WORKERS), LEVELS),
-    st.tuples(st.just("reconnect"), st.sampled_from(WORKERS), LEVELS),
-    st.tuples(st.just("leave"), st.sampled_from(WORKERS), st.just({})))
+EVENT = st.tuples(st.sampled_from(["change", "change", "lose", "reconnect", "leave"]), st.sampled_from(WORKERS), LEVELS)
 
 
 @given(st.lists(EVENT, max_size=40), st.data())

@@ -154,8 +154,8 @@ def test_auto_weighs_the_queue_against_the_prefix() -> None:
     assert pair(choose(replicas, "auto", hits={"p1": (8, 0)}))[0] == "p1", "they count for more than waiting"
     decision = choose(replicas, "auto", hits={"p1": (8, 0)}, routing=once)
     assert pair(decision)[0] == "p0"
-    scores = [dict(zip(SCORE, score, strict=True)) for score in decision.scores]
-    told = {one["replica"].id: (one["queue_seconds"], one["compute_seconds"]) for one in scores if one["replica"].role is P}
+    at = SCORE.index("queue_seconds")
+    told = {score[0].id: score[at : at + 2] for score in decision.scores if score[0].role is P}
     assert told == {"p0": (0.0, 0.16), "p1": (0.2, 0.032)}, "every candidate comes with what it was measured by"
 
 
