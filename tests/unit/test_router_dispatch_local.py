@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from router.actions import CancelLeg, End, LegStats, RetryDecode, Submit
 from router.dispatch import Dispatch
 from slipstream.errors import BusyError, CancelledError, ProtocolError, UnavailableError
@@ -29,10 +31,11 @@ def test_a_local_run_may_find_its_replica_busy_or_lose_it() -> None:
     assert both == [Submit(run=resume.run, role=role, choices=(0,), output=(0,)) for role in Role]
 
 
-def test_a_local_leg_that_ends_before_its_last_token_broke_the_protocol() -> None:
+@pytest.mark.parametrize("indices", [[], [0], [1]])
+def test_a_local_leg_that_ends_before_its_last_token_broke_the_protocol(indices: list[int]) -> None:
     dispatch = Dispatch()
     dispatch.start(local=True)
-    dispatch.tokens(0, D, 0, [row(0)])
+    dispatch.tokens(0, D, 0, [row(index, last=index == 1) for index in indices])
     (resume,) = resumes(dispatch.finished(0, D, 0, STATS))
     assert isinstance(resume.error, ProtocolError)
 

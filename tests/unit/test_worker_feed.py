@@ -54,6 +54,20 @@ def test_a_slow_reader_knows_what_is_there_once_it_has_read(events: list[tuple[s
         assert not watch.waits, "who is gone is told nothing"
 
 
+def test_what_nobody_reads_does_not_grow_with_what_comes_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_module, "MAX_KEYS", 10)
+    feed = CacheFeed()
+    watch = feed.watch()
+    for key in range(1000):
+        feed.apply({key: 1, key - 5: 0}, whole=False)
+        assert len(watch._pending) <= 2 * 5 + 10
+    index = PrefixIndex(10_000, 0)
+    index.add("w")
+    while watch.waits:
+        read(watch, index)
+    assert index.keys("w") == dict.fromkeys(range(995, 1000), 1)
+
+
 async def test_a_session_tells_a_router_that_watches_with_its_reports() -> None:
     feed = CacheFeed()
     session = Session(Role.PREFILL, Jobs(ScriptedRole()), lambda: pb.Load(free_blocks=7), feed)
