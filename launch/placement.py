@@ -9,6 +9,7 @@ import asyncio
 import os
 import re
 import secrets
+import socket
 import sys
 import sysconfig
 import time
@@ -21,7 +22,7 @@ from launch.child import ChildProcess, describe
 from launch.members import Member
 from launch.session import node_address
 from slipstream.errors import LaunchError, PlacementError, SlipstreamError
-from slipstream.rpc.server import bound, join_address
+from slipstream.rpc.server import join_address, reserved
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -77,7 +78,7 @@ class Place:
         """Start `python -m` for every rank; `directory` and `port` as in Member.arguments."""
         member, hosts = self.member, self._hosts
         addresses = ["127.0.0.1"] * len(hosts) if local else await self._all(host.address.remote() for host in hosts)
-        master = str(await self._result(hosts[0].free_address.remote(addresses[0]))) if len(hosts) > 1 else ""
+        master = str(await self._result(hosts[0].reserved_address.remote(addresses[0]))) if len(hosts) > 1 else ""
         starts = []
         for rank, (host, address) in enumerate(zip(hosts, addresses, strict=True)):
             arguments = member.arguments(host=address, epoch=self.epoch, directory=directory, port=port, rank=rank,
@@ -244,15 +245,17 @@ class Host:
         self._name = name
         self._identity = identity
         self._child: ChildProcess | None = None
+        self._reserved: socket.socket | None = None
 
     def address(self) -> str:
         """Of this node, as the other nodes see it."""
         return node_address()
 
-    def free_address(self, host: str) -> str:
-        """An address of this node at which nobody listens now."""
-        with bound(join_address(host, 0), "--master") as listener:
-            return join_address(host, int(listener.getsockname()[1]))
+    def reserved_address(self, host: str) -> str:
+        """An address of this node that is for its process alone: a socket that is bound there, but does not listen, keeps the
+        port from everybody who takes any free one."""
+        self._reserved = reserved(host)
+        return join_address(host, int(self._reserved.getsockname()[1]))
 
     def start(self, arguments: Sequence[str], env: Mapping[str, str], gpus: int, log_path: str) -> int:
         """Start `python -P -m` with `arguments` (-P: no module of the current folder is taken for ours); its pid."""

@@ -19,7 +19,8 @@ from slipstream.errors import ConfigError
 from slipstream.types import Role
 
 NAMES = {"transfer.channel": ("auto", "local", "rdma", "grpc"), "transfer.rdma.engine": ("auto", "nixl", "mooncake"),
-         "engine.kv_dtype": ("auto", "fp8_e4m3"), "router.policy": POLICIES, "router.empty_prefill_pool": EMPTY_POOL}
+         "engine.kv_dtype": ("auto", "fp8_e4m3"), "engine.state_dtype": ("float32", "bfloat16"), "router.policy": POLICIES,
+         "router.empty_prefill_pool": EMPTY_POOL}
 """What keys may say that choose one of several by its name."""
 
 
@@ -52,8 +53,9 @@ class EngineConfig:
     kv_cache_tokens: int = 65536
     """Tokens of KV that a replica holds, over all sequences."""
     kv_dtype: str = "auto"
-    """`auto`: KV in the model's dtype; `fp8_e4m3`: in one byte a number, divided by the checkpoint's `k_scale` and `v_scale` of
-    each layer, or by 1 where it has none. Must be equal on both sides."""
+    """`auto`: the model's dtype; `fp8_e4m3`: a byte, divided by each layer's `k_scale`, `v_scale` or 1. Equal on both sides."""
+    state_dtype: str = "float32"
+    """Recurrent states between steps; `bfloat16` halves them, and rounds with every token. Must be equal on both sides."""
     max_running: int = 64
     """Sequences in one step; also the number of recurrent-state slots."""
     max_batch_tokens: int = 1024

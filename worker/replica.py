@@ -143,7 +143,7 @@ def cache_layout(config: Config, checkpoint: Checkpoint, model_name: str, dtype:
     kv_dtype, kv_scales = build.kv_cache(checkpoint, config.engine, dtype)
     return CacheLayout(model_name=model_name, weights_revision=weights_revision(checkpoint.path), layers=checkpoint.layers,
                        block_size=config.engine.block_size, kv_dtype=kv_dtype, conv_dtype=dtype,
-                       kv_scales=kv_scales)
+                       recurrent_dtype=config.engine.state_dtype, kv_scales=kv_scales)
 
 
 def cache_tensors(checkpoint: Checkpoint, caches: Sequence[LayerCache], shard: Shard | None) -> dict[str, torch.Tensor]:

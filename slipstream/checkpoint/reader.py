@@ -107,5 +107,7 @@ def _refuse_unsupported(path: Path, config: dict[str, Any], text: dict[str, Any]
         raise CheckpointError(f"{file}: hidden_act {text['hidden_act']!r} is not supported; known: silu")
     if text.get("attn_output_gate") is False and text.get("linear_num_key_heads"):
         raise CheckpointError(f"{file}: attn_output_gate false is not supported; Qwen3.5 gates its attention")
+    if text.get("output_gate_type", "swish") not in ("swish", "silu"):
+        raise CheckpointError(f"{file}: output_gate_type {text['output_gate_type']!r} is not supported; known: swish")
     if text.get("use_sliding_window"):
         raise CheckpointError(f"{file}: use_sliding_window is not supported; every layer attends to the whole context")

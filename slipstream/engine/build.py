@@ -85,6 +85,8 @@ def _load(checkpoint: Checkpoint, model: ModelConfig, config: EngineConfig, comm
     device = device_of(model)
     name = dtype_name(model, checkpoint, device)
     _, scales = kv_cache(checkpoint, config, name)
+    if checkpoint.has_linear_layers and config.state_dtype != "float32":
+        logger.warning("engine.state_dtype is %s: recurrent states lose digits with every token", config.state_dtype)
     shown = -1
 
     def progress(done: int, total: int) -> None:

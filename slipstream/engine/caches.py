@@ -39,9 +39,10 @@ def num_snapshots(checkpoint: Checkpoint, config: EngineConfig, wanted: int | No
 def allocate(layers: Sequence[LayerSpec], config: EngineConfig, slots: int, dtype: torch.dtype, device: torch.device
              ) -> tuple[LayerCache, ...]:
     """One cache for each of this rank's `layers`, in their order: `kv` [N, H, 2, P, D] and `conv` [Z, C, W - 1] in `dtype`,
-    `recurrent` [Z, V, K, E] in float32, with Z = `slots`, snapshots included; `kv` in FP8 if `config` says so. Raises
-    ConfigError if there is no memory for them."""
+    `recurrent` [Z, V, K, E] in float32, with Z = `slots`, snapshots included; `kv` in FP8 and `recurrent` in bfloat16 if
+    `config` says so. Raises ConfigError if there is no memory for them."""
     blocks, kv_dtype = num_blocks(config), fp8.E4M3 if config.kv_dtype == "fp8_e4m3" else dtype
+    state_dtype = torch.bfloat16 if config.state_dtype == "bfloat16" else torch.float32
     caches: list[LayerCache] = []
     try:
         for layer in layers:
@@ -51,7 +52,7 @@ def allocate(layers: Sequence[LayerSpec], config: EngineConfig, slots: int, dtyp
             else:
                 conv = (slots, sum(layer.conv_segments), layer.conv_width - 1)
                 recurrent = (slots, layer.value_heads, layer.key_head_size, layer.value_head_size)
-                caches.append(LinearCache(conv=_zeros(conv, dtype, device), recurrent=_zeros(recurrent, torch.float32, device)))
+                caches.append(LinearCache(conv=_zeros(conv, dtype, device), recurrent=_zeros(recurrent, state_dtype, device)))
     except (RuntimeError, MemoryError) as error:
         raise ConfigError(f"no memory for {config.kv_cache_tokens} tokens of KV and {slots} state slots ({error}); lower "
                           "engine.kv_cache_tokens, engine.max_running or engine.state_snapshots",

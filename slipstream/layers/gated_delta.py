@@ -123,7 +123,8 @@ class GatedDeltaNet(nn.Module):
     def _chunk(self, qkv: Tensor, decay: Tensor, beta: Tensor, source: int | None, slot: int, cache: LinearCache) -> Tensor:
         """`source` None: from zeros."""
         conv = torch.zeros_like(cache.conv[slot]) if source is None else cache.conv[source]
-        state = torch.zeros_like(cache.recurrent[slot]) if source is None else cache.recurrent[source].float()
+        state = cache.recurrent[slot if source is None else source].float()
+        state = torch.zeros_like(state) if source is None else state
         y, conv = self.kernels.causal_conv(qkv[None], conv[None], self.conv1d.weight[:, 0])
         out, state = self.kernels.gated_delta_chunks(*self._heads(y[0]), decay, beta, state)
         cache.conv[slot] = conv[0]

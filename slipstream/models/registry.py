@@ -178,7 +178,8 @@ def _prove(model: CausalLM, checkpoint: Checkpoint) -> None:
 
 
 _PREFIXES = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head.",
-             "model.visual.": "visual."}
+             "model.visual.": "visual.", "language_model.": "model.",  # from here on: what a model without its head is saved as
+             "layers.": "model.layers.", "embed_tokens.": "model.embed_tokens.", "norm.": "model.norm."}
 
 
 def _rename(name: str, vision: bool, checkpoint: Checkpoint) -> str | None:

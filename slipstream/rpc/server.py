@@ -64,6 +64,15 @@ def bound(address: str, flag: str) -> socket.socket:
                           "one") from error
 
 
+def reserved(host: str) -> socket.socket:
+    """A port of `host` that nobody gets who asks for any free one; who knows it may listen there."""
+    family, _, _, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    holder = socket.socket(family)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(where[:2])
+    return holder
+
+
 def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback

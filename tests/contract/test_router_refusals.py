@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from slipstream.checkpoint import DEMO
 from tests.support.fake_workers import Plan
 from tests.support.scripted_router import (
     CHAT,
@@ -280,6 +282,33 @@ def test_pictures_of_no_use(router: Front, height: int, width: int) -> None:
 
 def test_too_many_pictures(router: Front) -> None:
     assert "3" in refused(router.chat([picture(32, 32)] * 4))["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text_only_model_refuses_pictures_and_videos(blind: Front, stream: bool) -> None:
+    """Over HTTP, with the field at fault; no worker hears of it, and texts are answered."""
+    url = picture(64, 64)["image_url"]["url"]
+    for part, name in ((picture(64, 64), "image_url"), ({"type": "video", "video": [url, url]}, "video")):
+        content = [{"type": "text", "text": "SECRETWORD"}, part]
+        with no_worker_hears(blind):
+            error = refused(blind.chat(content, stream=stream))
+        assert "this model is text-only; send the request without images" in error["message"]
+        assert error["param"] == f"messages[0].content[1].{name}"
+    blind.stage.next(Plan(tokens=(100, 1913)))
+    assert blind.chat("hello").status_code == 200
+
+
+@pytest.fixture(scope="module")
+def blind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
+    """A router of the demo's text-only class."""
+    folder = tmp_path_factory.mktemp("blind")
+    for file in DEMO.iterdir():
+        if not file.name.startswith(("model", "config")):
+            (folder / file.name).symlink_to(file)
+    text = json.loads((DEMO / "config.json").read_text())["text_config"]
+    (folder / "config.json").write_text(json.dumps(text | {"architectures": ["Qwen3_5ForCausalLM"]}))
+    with front(folder, f"model.path={folder}") as one:
+        yield one
 
 
 # Context ---------------------------------------------------------------------------------------------------------------

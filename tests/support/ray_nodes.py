@@ -27,7 +27,11 @@ ray._private.utils.write_ray_address(cluster.address, folder)  # as `ray start` 
 ray.init(address=cluster.address, log_to_driver=False)
 cluster.wait_for_nodes()
 print(cluster.address, flush=True)
-for _ in sys.stdin:
+for line in sys.stdin:
+    if line.strip():
+        cluster.add_node(object_store_memory=80 << 20, **json.loads(line))
+        print("{}", flush=True)
+        continue
     free = ray._private.state.available_resources_per_node()
     nodes = {one["Labels"].get("kind"): {key: free.get(one["NodeID"], {}).get(key, 0) for key in ("CPU", "GPU", "nic")}
              for one in ray.nodes() if one["Alive"]}
@@ -48,11 +52,18 @@ class RayNodes:
 
     def state(self) -> dict[str, Any]:
         """`free` resources by node, `groups` by member, names of `actors`."""
+        return self._ask("")
+
+    def add(self, **node: Any) -> None:
+        """One node more."""
+        self._ask(json.dumps(node))
+
+    def _ask(self, line: str) -> dict[str, Any]:
         assert self._process.stdin is not None
-        self._process.stdin.write("\n")
+        self._process.stdin.write(line + "\n")
         self._process.stdin.flush()
-        state: dict[str, Any] = json.loads(self._line())
-        return state
+        answer: dict[str, Any] = json.loads(self._line())
+        return answer
 
     def until(self, **wanted: Any) -> None:
         """Wait until `state` says so: what has ended is given back a moment later."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +52,21 @@ def test_environment_has_one_kind_of_gpu_mask() -> None:
     assert child_environment(amd, {"A": "b"}, ["1"]) == {"HIP_VISIBLE_DEVICES": "1", "PATH": "/bin", "A": "b"}
     nvidia = {"CUDA_VISIBLE_DEVICES": "0,1,2,3", "GPU_DEVICE_ORDINAL": "0"}
     assert child_environment(nvidia, {}, ["2", "3"]) == {"CUDA_VISIBLE_DEVICES": "2,3"}
+
+
+def test_the_mask_of_amd_is_that_of_every_ray_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RAY-03: older releases masked by ROCR; those from our minimum on set HIP, and a node of the other kind is refused."""
+    amd = pytest.importorskip("ray._private.accelerators.amd_gpu").AMDGPUAcceleratorManager
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert "ray>=2.50,<3" in project["optional-dependencies"]["ray"]
+    for mask in ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(mask, raising=False)
+    amd.set_current_process_visible_accelerator_ids(["5"])
+    assert child_environment(os.environ, {}, ["5"])["HIP_VISIBLE_DEVICES"] == "5"
+    monkeypatch.delenv("HIP_VISIBLE_DEVICES")
+    monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "5")
+    with pytest.raises(PlacementError, match="use HIP_VISIBLE_DEVICES"):
+        child_environment(os.environ, {}, ["5"])
 
 
 def test_environment_of_a_process_without_gpus_hides_them_all() -> None:

@@ -85,6 +85,24 @@ async def test_a_cluster_that_starts_no_lease_is_named(actor: Actor, monkeypatch
         await Claim("d").take()
 
 
+def test_ray_is_told_how_many_gpus_there_are_and_does_not_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RAY-08: its own search prints errors on the other vendor's nodes, and finds none where a library is missing."""
+    told: dict[str, Any] = {}
+
+    def init(**options: Any) -> None:
+        told.update(options)
+        raise RuntimeError("seen")
+
+    monkeypatch.setattr(pytest.importorskip("ray"), "init", init)
+    monkeypatch.setattr("launch.processes.descendants", lambda pid: ())  # it would end what it started
+    for name in ("RAY_AUTH_TOKEN", "RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"):
+        monkeypatch.setenv(name, "")
+    for gpus in (0, 3):
+        with pytest.raises(LaunchError, match="seen"):
+            session.Session("", "d", cpus=4, gpus=gpus)
+        assert told["num_gpus"] == gpus
+
+
 @pytest.mark.parametrize(("code", "message"), [
     ("import sys; print('noise'); print(3)", ""), ("raise ImportError('libroc.so')", "cannot say .*: ImportError: libroc.so"),
     ("import os; os._exit(7)", "cannot say .*: it ended with status 7"),

@@ -84,6 +84,15 @@ def test_an_infinite_number_saturates_too() -> None:
     assert kernels.quantise(torch.tensor([torch.inf, -torch.inf]), 2.0).float().tolist() == [448, -448]
 
 
+def test_numbers_are_clamped_before_a_cast_that_does_not_saturate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU's cast to e4m3fn does; its cast to the other flavour gives NaN, as casts elsewhere may."""
+    numbers = torch.tensor([1e6, -1e6, 3.0])
+    assert numbers.to(torch.float8_e4m3fnuz).float().isnan().tolist() == [True, True, False]
+    monkeypatch.setattr(kernels, "E4M3", torch.float8_e4m3fnuz)
+    monkeypatch.setattr(kernels, "LARGEST", 240.0)
+    assert kernels.quantise(numbers, 1.0).float().tolist() == [240, -240, 3]
+
+
 # What a rank reads ------------------------------------------------------------------------------------------------------
 
 HIDDEN, VOCAB, HEADS, HEAD = 200, 40, 8, 20
