@@ -82,14 +82,15 @@ class DecodeWorker:
             raise BusyError(busy[0].reason, retry_after_seconds=busy[0].retry_after_seconds) from error
 
     def _begin(self, engine: Engine, job: Job) -> None:
-        """On the engine thread: queue a prompt that is computed here. Raises BusyError where a prompt from elsewhere would meet
-        it too: it needs the same memory, and as that one leaves a block to each sequence that may grow."""
-        load, now, name = engine.load(), time.monotonic(), job.submit.transfer_id
+        """On the engine thread: queue a prompt that is computed here. Raises BusyError if it would have to wait for memory
+        behind what runs and what is queued: another replica may have it. Each running sequence keeps a block to grow into."""
+        load, now, name, config = engine.load(), time.monotonic(), job.submit.transfer_id, self._replica.config.engine
         need = Need(blocks=engine.demand(job.request), slots=len(job.request.choices))
-        busy = self._admission.ask(name, need, load, now)
-        full = load.running + len(job.request.choices) > self._replica.config.engine.max_running
-        if busy is None and (full or need.blocks + load.running > load.free_blocks or (
-                load.total_state_slots and need.slots > load.free_state_slots)) and load.running + load.waiting:
+        busy, ahead = self._admission.ask(name, need, load, now), load.running + load.waiting
+        blocks = need.blocks + load.running + -(-load.waiting_tokens // config.block_size)
+        full = ahead + need.slots > config.max_running or blocks > load.free_blocks or (
+            load.total_state_slots and need.slots + load.waiting > load.free_state_slots)
+        if busy is None and ahead and full:
             busy = self._admission.refused(name, need, load, now)
         if busy is not None:
             raise BusyError(busy.reason, retry_after_seconds=busy.retry_after_seconds)

@@ -147,13 +147,14 @@ class Workers:
             await channel.close()
 
     async def _resolve(self, name: str, seconds: float) -> None:
-        """Ask for a name's addresses again and again. While it has none, or nobody answers, the known ones stay."""
+        """Ask for a name's addresses again and again, of one family, as a worker may have one of each. While it has none, or
+        nobody answers, the known ones stay."""
         host, port = split_address(name)
         told = ""
         while True:
             try:
                 found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-                addresses = frozenset(join_address(str(where[0]), port) for *_, where in found)
+                addresses = frozenset(join_address(str(where[0]), port) for family, *_, where in found if family == found[0][0])
                 if addresses != self._sources.get(name):
                     logger.info("%s names %d workers", name, len(addresses))
                     self._known(name, addresses)

@@ -10,7 +10,7 @@ from itertools import islice
 
 from slipstream.v1 import worker_pb2 as pb
 
-MAX_KEYS = 1 << 15
+MAX_KEYS = 1 << 13
 """Of one message: what follows waits for the next, and no token waits behind it for long."""
 
 

@@ -54,3 +54,30 @@ async def test_the_next_turn_is_computed_where_the_last_one_decoded(tmp_path: Pa
     complaints = [line for running in cluster.processes.values() for line in running.complaints()]
     assert set(cluster.close().values()) == {0}
     assert not complaints
+
+
+async def test_decode_alone_takes_no_more_than_it_has_memory_for(tmp_path: Path) -> None:
+    """Without any prefill replica, three times as many prompts as fit: who does not fit is told so, comes again, and gets the
+    answer that it would have got alone."""
+    cluster = Cluster(tmp_path)
+    decode = cluster.start_workers("decode", overrides=["engine.kv_cache_tokens=1024", "engine.max_running=4"])
+    cluster.start_router(decode, ["router.empty_prefill_pool=local"])
+    async with httpx.AsyncClient(base_url=f"http://{cluster.processes['router-0'].address}", timeout=60) as http:
+        async def ask(number: int, salt: str) -> str:
+            content = f"What is 9{number} - 34? " * 12
+            reply = await http.post("/v1/chat/completions", json={
+                "model": "demo", "temperature": 0, "max_tokens": 40, "ignore_eos": True, "cache_salt": salt,
+                "messages": [{"role": "user", "content": content}]})
+            assert reply.status_code == 200, reply.text
+            return str(reply.json()["choices"][0]["message"]["content"])
+
+        await until_healthy(http, 30)
+        alone = [await ask(number, "alone") for number in range(10)]
+        assert await asyncio.gather(*(ask(number, "together") for number in range(10))) == alone
+        lines = (await http.get("/metrics")).text.splitlines()
+        told = dict(line.split() for line in lines if line.startswith(("slipstream_router_decode_r", "slipstream_router_local_")))
+        assert float(told["slipstream_router_decode_retries_total"]) > 0
+        assert float(told['slipstream_router_local_prefills_total{reason="empty_pool"}']) == 20
+    complaints = [line for running in cluster.processes.values() for line in running.complaints()]
+    assert set(cluster.close().values()) == {0}
+    assert not complaints

@@ -317,7 +317,8 @@ async def test_a_name_that_changes_is_followed_and_one_that_is_gone_keeps_what_i
         asked.set()
         if not answers[-1]:
             raise socket.gaierror(-2, "Name or service not known")
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in answers[-1]]
+        found: list[Any] = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in answers[-1]]
+        return [*found, (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", port, 0, 0))]  # the same ones once more
 
     monkeypatch.setattr(loop, "getaddrinfo", resolve)
     known = Workers("demo_model", lambda: None)

@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.prefix_index import PrefixIndex
+from slipstream.errors import InvalidRequestError
 from slipstream.types import Role
 from slipstream.v1 import worker_pb2 as pb
 from tests.unit.test_worker_session import ScriptedRole
 from worker import feed as feed_module
 from worker.feed import CacheFeed, CacheWatch
 from worker.jobs import Jobs
-from worker.session import Session
+from worker.session import Session, make_job
 
 LEVELS = st.dictionaries(st.integers(0, 30), st.sampled_from([0, 1, 2]), max_size=6)
 
@@ -95,3 +96,20 @@ async def test_a_session_tells_a_router_that_watches_with_its_reports() -> None:
     assert (message.step.cache.number, message.step.cache.reset) == (1, True), "asked again: all of it"
     session.close()
     assert feed._watches == set()
+
+
+async def test_a_local_prompt_is_for_decode_and_has_neither_a_source_nor_pictures() -> None:
+    session = Session(Role.DECODE, Jobs(ScriptedRole()), pb.Load)
+    plain = pb.Submit(handle=1, request_id="r", transfer_id="t", tokens=[1], max_tokens=4, remaining_ms=1000, local=True)
+    assert make_job(plain, Role.DECODE, session).submit.local
+    image = pb.Image(content_hash=b"h" * 16, grid_t=1, grid_h=2, grid_w=2)
+    for role, more in ((Role.PREFILL, pb.Submit()), (Role.DECODE, pb.Submit(prefill_addresses=["a:1"])),
+                       (Role.DECODE, pb.Submit(images=[image]))):
+        wrong = pb.Submit()
+        wrong.CopyFrom(plain)
+        wrong.MergeFrom(more)
+        with pytest.raises(InvalidRequestError, match="local"):
+            make_job(wrong, role, session)
+    plain.local = False
+    with pytest.raises(InvalidRequestError, match="prefill_addresses"):
+        make_job(plain, Role.DECODE, session)
