@@ -5,5 +5,5 @@ Not part of the product and not in its wheel: `slipstream bench` finds it in a c
 
 from __future__ import annotations
 
-SUITES = ("wire", "bytes", "overlap", "parallel", "layout", "load")
+SUITES = ("wire", "bytes", "overlap", "parallel", "layout", "load", "routing")
 """In the order in which `all` runs them; each is the module of its name, with `run(quick) -> Result`."""

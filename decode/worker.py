@@ -38,6 +38,10 @@ class DecodeWorker:
     async def work(self, job: Job) -> None:
         """Until the last token."""
         matcher = await self._replica.matcher(job.request)
+        if job.submit.local:
+            await self._replica.call(lambda engine: self._begin(engine, job, matcher))
+            await job.ended
+            return
         loaded = await self._load(job)
         job.stats.kv_bytes, job.stats.state_bytes = loaded.kv_bytes, loaded.state_bytes
         job.stats.transfer_seconds = loaded.seconds
@@ -78,6 +82,23 @@ class DecodeWorker:
                 raise
             raise BusyError(busy[0].reason, retry_after_seconds=busy[0].retry_after_seconds) from error
 
+    def _begin(self, engine: Engine, job: Job, matcher: Matcher | None) -> None:
+        """On the engine thread: queue a prompt that is computed here. Raises BusyError if it would have to wait for memory
+        behind what runs and what is queued: another replica may have it. Each running sequence keeps a block to grow into."""
+        load, now, name, config = engine.load(), time.monotonic(), job.submit.transfer_id, self._replica.config.engine
+        choices = len(job.request.choices)
+        need = Need(blocks=engine.demand(job.request), slots=choices * engine.slots_of_choice)
+        busy, ahead = self._admission.ask(name, need, load, now), load.running + load.waiting
+        blocks = need.blocks + load.running + -(-load.waiting_tokens // config.block_size)
+        full = ahead + choices > config.max_running or blocks > load.free_blocks or (
+            load.total_state_slots and need.slots + load.waiting > load.free_state_slots)
+        if busy is None and ahead and full:
+            busy = self._admission.refused(name, need, load, now)
+        if busy is not None:
+            raise BusyError(busy.reason, retry_after_seconds=busy.retry_after_seconds)
+        engine.submit(job.request, matcher=matcher)
+        self._admission.admitted(name)
+
     def _reserve(self, engine: Engine, job: Job) -> Reservation | Busy:
         """On the engine thread: decide and take at once, so that nobody comes between."""
         load, now, name = engine.load(), time.monotonic(), job.submit.transfer_id
@@ -112,12 +133,14 @@ class DecodeWorker:
         await self._replica.call(end)
 
     def on_tokens(self, job: Job, events: Sequence[TokenEvent], timing: Timing | None, prompt: PromptDone | None) -> None:
-        """The second token of each choice and those after it."""
+        """The second token of each choice and those after it; of a prompt that was computed here, all."""
         for event in events:
             job.token(event)
         if timing is None:
             return
         job.stats.compute_seconds = timing.compute_seconds
+        if job.submit.local:
+            job.stats.queue_seconds, job.stats.cached_tokens = timing.queue_seconds, timing.cached_tokens
         job.finish(handed_off=False)
         if not job.ended.done():
             job.ended.set_result(None)

@@ -128,6 +128,19 @@ def transfers(url: Url = DEFAULT_URL, json_: AsJson = False, key: Key = "") -> N
 
 
 @app.command()
+def explain(request_id: Annotated[str, typer.Argument(help="Of a recent request: x-request-id, the answer's id, or that of the "
+                                                      "log.")],
+            url: Url = DEFAULT_URL, json_: AsJson = False) -> None:
+    """Show which replicas a request was given, why those, and what became of it."""
+    from urllib.parse import quote
+
+    from launch import client
+    from launch.explain import show
+
+    show(client.get(url, f"/explain/{quote(request_id)}"), as_json=json_)
+
+
+@app.command()
 def chat(
     text: Annotated[str, typer.Argument(help="What to ask.")],
     image: Annotated[list[Path] | None, typer.Option("--image", help="A PNG, JPEG or WebP file; may be repeated.")] = None,
@@ -188,7 +201,7 @@ def scale(
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(metavar="NAME|all", help="wire, bytes, overlap, parallel, layout or load.")],
+    name: Annotated[str, typer.Argument(metavar="NAME|all", help="wire, bytes, overlap, parallel, layout, load or routing.")],
     quick: Annotated[bool, typer.Option("--quick", help="A small run that shows that it works; it is not stored.")] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print one JSON object per suite instead of tables.")] = False,
 ) -> None:

@@ -33,6 +33,8 @@ def main() -> int:
     parser.add_argument("--worker", action="append", default=[], metavar="HOST:PORT", help="a worker's address; repeatable")
     parser.add_argument("--directory", metavar="HOST:PORT", help="the supervisor's Directory, which lists the workers; "
                         'a line {"directory": "HOST:PORT"} on stdin names another one')
+    parser.add_argument("--worker-dns", action="append", default=[], metavar="NAME:PORT",
+                        help="a name whose every address is a worker's, such as a headless service; repeatable")
     parser.add_argument("--advertise", default="", metavar="HOST",
                         help="where a router that listens on every interface is reached")
     arguments = parser.parse_args()
@@ -54,6 +56,8 @@ async def _serve(config: Config, arguments: argparse.Namespace) -> None:
     service = RouterService(config, trusted)
     for address in arguments.worker:
         service.workers.add(address)
+    for name in arguments.worker_dns:
+        service.workers.resolve(name, config.router.routing.dns_seconds)
     if arguments.directory:
         service.workers.watch(arguments.directory)
     process.on_control(lambda told: service.workers.watch(told["directory"]))

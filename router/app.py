@@ -38,6 +38,7 @@ from slipstream.errors import (
     InternalError,
     InvalidRequestError,
     ModelNotFoundError,
+    NotFoundError,
     RequestTooLargeError,
     SlipstreamError,
 )
@@ -73,7 +74,7 @@ class App:
                 ("/openapi.json", self._openapi, "GET"),
                 ("/v1/models", self._models, "GET"), ("/v1/models/{name:path}", self._model, "GET"),
                 ("/health", self._health, "GET"), ("/live", self._live, "GET"), ("/metrics", self._metrics, "GET"),
-                ("/status", self._status, "GET")]
+                ("/status", self._status, "GET"), ("/explain/{name:path}", self._explain, "GET")]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """What the HTTP server calls."""
@@ -108,6 +109,13 @@ class App:
         if (detail := request.query_params.get("detail", "")) in DETAILS:
             return _respond(await self._service.details(detail))
         return _respond(self._service.status())
+
+    async def _explain(self, request: Request) -> Response:
+        trace = self._service.routing.traces.find(request.path_params["name"])
+        if trace is None:
+            raise NotFoundError("this router knows no such request; it keeps the last ones only (router.routing.decisions), "
+                                "and other routers have their own")
+        return _respond(trace.told())
 
     async def _models(self, request: Request) -> Response:
         return _respond({"object": "list", "data": [self._card()]})

@@ -10,7 +10,7 @@ from typing import Any
 from router.answer import Part
 from router.reader import Piece, Reader
 from router.reasoning import Content, Reasoning
-from router.service import report
+from router.record import report
 from router.stream import DONE, error_body, event
 from router.tools import Arguments, Call
 from slipstream.errors import SlipstreamError

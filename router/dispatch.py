@@ -2,7 +2,8 @@
 
 A *run* is a prefill and a decode leg that serve some of the request's choices. Both legs get the request at once; the first
 token of each choice comes from prefill, the others from decode; whatever comes twice or out of order is put right here. At
-first one run serves all choices. A busy decode replica costs a new decode attempt of the same run, and nothing else.
+first one run serves all choices. A busy decode replica costs a new decode attempt of the same run, and nothing else. A *local*
+run has the decode leg alone, which computes the prompt too.
 
 *Resume* is the answer to every other failure: the run is given up, its legs are told, and each of its choices that is not over
 goes on in a new run, which computes the prompt and the choice's tokens so far and draws the next one. Choices without a token
@@ -16,6 +17,18 @@ import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 
+from router.actions import (
+    Action,
+    CancelLeg,
+    ChoiceEnd,
+    End,
+    LegStats,
+    Resume,
+    RetryDecode,
+    Row,
+    Submit,
+    Tokens,
+)
 from slipstream.errors import (
     BusyError,
     CancelledError,
@@ -26,105 +39,15 @@ from slipstream.errors import (
     RequestTooLargeError,
     SlipstreamError,
 )
-from slipstream.types import FinishReason, Logprobs, Role
+from slipstream.types import FinishReason, Role
+
+__all__ = ["Action", "CancelLeg", "ChoiceEnd", "Dispatch", "End", "LegStats", "Resume", "RetryDecode", "Row", "Submit",
+           "Tokens"]
 
 FIRST_PAUSE_SECONDS = 0.02
 LONGEST_PAUSE_SECONDS = 0.5
 FINAL: tuple[type[SlipstreamError], ...] = (InvalidRequestError, RequestTooLargeError, DeadlineError, CancelledError)
 """Failures that another run would meet again."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LegStats:
-    """What finished legs say of themselves."""
-
-    queue_seconds: float = 0.0
-    compute_seconds: float = 0.0
-    transfer_seconds: float = 0.0
-    kv_bytes: int = 0
-    state_bytes: int = 0
-    cached_tokens: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """A token as a worker reports it."""
-
-    choice: int
-    index: int
-    token: int
-    finish: FinishReason | None = None
-    logprobs: Logprobs | None = None
-
-
-# Actions ---------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Submit:
-    """Send a run to one of its legs."""
-
-    run: int
-    role: Role
-    attempt: int = 0
-    choices: tuple[int, ...]
-    output: tuple[int, ...] = ()
-    """Resume: what the one choice has put out so far."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CancelLeg:
-    """Tell a leg that it is no longer wanted."""
-
-    run: int
-    role: Role
-    attempt: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class RetryDecode:
-    """Choose a decode replica for the run, not the busy one if possible, and call `retry` after `seconds`."""
-
-    run: int
-    seconds: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Resume:
-    """Choose two replicas for a new run, not those that failed if possible, and call `begin` after `seconds`."""
-
-    run: int
-    seconds: float
-    error: SlipstreamError
-    """Why."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tokens:
-    """The next output tokens of a choice, in order."""
-
-    choice: int
-    tokens: tuple[int, ...]
-    logprobs: tuple[Logprobs, ...] = ()
-    """One per token, if they come with any."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChoiceEnd:
-    """No token of the choice follows."""
-
-    choice: int
-    reason: FinishReason
-
-
-@dataclass(frozen=True, kw_only=True)
-class End:
-    """The request is over; the last action. Without an error every choice has ended."""
-
-    error: SlipstreamError | None = None
-
-
-Action = Submit | CancelLeg | RetryDecode | Resume | Tokens | ChoiceEnd | End
 
 
 # State -----------------------------------------------------------------------------------------------------------------
@@ -158,6 +81,8 @@ class _Run:
     """Legs that ended as they should."""
     counted: set[Role] = field(default_factory=set)
     """Legs whose stats are known."""
+    local: bool = False
+    """Decode computes the prompt too: the prefill leg stays idle."""
     decode_attempt: int = 0
     busy: int = 0
 
@@ -178,17 +103,24 @@ class Dispatch:
         self._runs: dict[int, _Run] = {}
         self._numbers = 0
 
-    def start(self) -> list[Action]:
+    def start(self, *, local: bool = False) -> list[Action]:
         """One run for all choices."""
-        return self.begin(self._new_run(tuple(self._choices), 0))
+        return self.begin(self._new_run(tuple(self._choices), 0), local=local)
 
-    def begin(self, number: int) -> list[Action]:
-        """Replicas were found for a run: both legs at once."""
+    def begin(self, number: int, *, local: bool = False) -> list[Action]:
+        """Replicas were found for a run: both legs at once, or the only one of a `local` run."""
         run = self._runs.get(number)
         if self.over or run is None:
             return []
-        run.legs = dict.fromkeys(Role, Leg.RUNNING)
-        return [self._submit(number, run, role) for role in Role]
+        run.local = local
+        roles = [Role.DECODE] if local else list(Role)
+        run.legs |= dict.fromkeys(roles, Leg.RUNNING)
+        return [self._submit(number, run, role) for role in roles]
+
+    def output(self, number: int) -> tuple[int, ...]:
+        """What a run's prefill computes behind the prompt: nothing, or of the choice that it resumes."""
+        run = self._runs.get(number)
+        return () if run is None else tuple(self._choices[run.choices[0]].tokens[: run.base])
 
     def wants(self, number: int) -> bool:
         """False once a run is given up, or its choices are over: a stop string may end them while it waits for replicas."""
@@ -206,7 +138,7 @@ class Dispatch:
         if run is None:
             return []
         own = [row for row in rows if row.choice in run.choices
-               and (row.index == run.base if role is Role.PREFILL else row.index > run.base)]
+               and (row.index == run.base if role is Role.PREFILL else row.index >= run.base + (not run.local))]
         for row in own:
             choice = self._choices[row.choice]
             if row.index >= len(choice.tokens) and not choice.over:
@@ -300,8 +232,8 @@ class Dispatch:
         return number
 
     def _submit(self, number: int, run: _Run, role: Role) -> Submit:
-        output = tuple(self._choices[run.choices[0]].tokens[: run.base])
-        return Submit(run=number, role=role, attempt=run.attempt(role), choices=run.choices, output=output)
+        return Submit(run=number, role=role, attempt=run.attempt(role), choices=run.choices, output=self.output(number),
+                      local=run.local)
 
     def _deliver(self, name: int) -> list[Action]:
         choice, ready = self._choices[name], list[Row]()
@@ -329,6 +261,8 @@ class Dispatch:
         choice = self._choices[name]
         if choice.over:
             return False
+        if run.local:
+            return True
         if role is Role.PREFILL:
             return len(choice.tokens) <= run.base or not handed_off or Role.DECODE in run.well
         if not choice.early and len(choice.tokens) <= run.base:
@@ -381,6 +315,8 @@ class Dispatch:
         """Prefill keeps a finished prompt until its destination has spoken, so it is told even after its leg ended. When
         all went well the legs tell each other: prefill that there is nothing to decode, or decode that it has everything."""
         prefill, decode = run.legs[Role.PREFILL], run.legs[Role.DECODE]
+        if run.local:
+            return [CancelLeg(run=number, role=Role.DECODE, attempt=run.decode_attempt)] if decode is Leg.RUNNING else []
         if prefill is Leg.IDLE:
             return []  # nobody has heard of the run
         if not everything and (Role.DECODE in run.well or (decode is Leg.RUNNING and Role.PREFILL in run.well)):

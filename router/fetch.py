@@ -15,7 +15,7 @@ from urllib.parse import urljoin, urlsplit
 
 import httpx
 
-from router.generate import first_of
+from router.legs import first_of
 from router.messages import Still
 from slipstream.config_fetch import FetchConfig
 from slipstream.errors import InvalidRequestError, SlipstreamError

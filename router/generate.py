@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import random
 import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from router import policy
-from router.dispatch import (
+from router.actions import (
     Action,
     CancelLeg,
     ChoiceEnd,
-    Dispatch,
     End,
     LegStats,
     Resume,
@@ -28,8 +25,14 @@ from router.dispatch import (
     Submit,
     Tokens,
 )
+from router.dispatch import Dispatch
+from router.legs import Ears, first_of, sound
+from router.link import WorkerLink
+from router.policies import another_decode
+from router.policy import Replica
 from router.prompt import Prompt
-from router.workers import WorkerLink, Workers
+from router.routing import Routing
+from router.workers import Workers
 from slipstream.errors import (
     CancelledError,
     DeadlineError,
@@ -99,38 +102,15 @@ class Bounds:
     resume_wait_seconds: float
 
 
-@dataclass(eq=False)
-class _Sink:
-    """One leg's ears."""
-
-    run: int
-    role: Role
-    generation: Generation
-
-    def on_tokens(self, attempt: int, rows: Sequence[Row]) -> None:
-        self.generation.leg_told(self.run, self.role, attempt, rows)
-
-    def on_computed(self, message: worker_pb2.Finished) -> None:
-        self.generation.dispatch.computed(self.run, self.role, message.attempt, _stats(message.stats))
-
-    def on_finished(self, message: worker_pb2.Finished) -> None:
-        self.generation.leg_ended(self.run, self.role)
-        self.generation.act(self.generation.dispatch.finished(self.run, self.role, message.attempt, _stats(message.stats),
-                                                              handed_off=message.handed_off))
-
-    def on_failed(self, attempt: int, error: SlipstreamError) -> None:
-        self.generation.leg_failed(self.run, self.role, attempt, error)
-
-    def on_fault(self, error: SlipstreamError) -> None:
-        self.generation.give_up(error)
-
-
 @dataclass(eq=False, kw_only=True)
 class _Run:
     """Where a run is carried out."""
 
-    pair: dict[Role, policy.Replica]
+    pair: dict[Role, Replica]
+    """Decode alone: it computes the prompt too."""
     handle: int
+    tokens: int
+    """Of the prompt, those that are probably not cached where it is computed."""
     secret: str = field(default_factory=lambda: secrets.token_hex(16))
     """Of its transfer's id, which opens the prompt's KV: the request's own id is in the client's hands."""
     busy: set[str] = field(default_factory=set)
@@ -139,7 +119,7 @@ class _Run:
 class Generation:
     """One request in flight. Read it with `next` until an Output has an end; `close` in any case."""
 
-    def __init__(self, request: GenerateRequest, workers: Workers, metrics: RouterMetrics, times: Times,
+    def __init__(self, request: GenerateRequest, workers: Workers, routing: Routing, metrics: RouterMetrics, times: Times,
                  next_handle: Callable[[], int], bounds: Bounds) -> None:
         self.request = request
         self.times = times
@@ -147,6 +127,8 @@ class Generation:
         self.output_tokens = 0
         """So far, of all choices."""
         self._workers = workers
+        self._routing = routing
+        self._wanted = routing.wanted(request.id, request.prompt, request.cache_salt, request.choices)
         self._metrics = metrics
         self._bounds = bounds
         self._next_handle = next_handle
@@ -167,7 +149,7 @@ class Generation:
         self._place(0)
         self._later(max(0.0, self.request.deadline - time.monotonic()),
                     lambda: self.give_up(DeadlineError("the request's deadline passed")))
-        self.act(self.dispatch.start())
+        self.act(self.dispatch.start(local=self._is_local(0)))
         self._bring_pictures(0)
 
     async def next(self) -> Output:
@@ -206,21 +188,30 @@ class Generation:
     def leg_told(self, run: int, role: Role, attempt: int, rows: Sequence[Row]) -> None:
         """A worker reports tokens; a report without the logprobs that were asked for is a failure of the worker."""
         wanted = self.request.sampling.logprobs
-        if wanted is not None and not all(_sound(row, wanted) for row in rows):
+        if wanted is not None and not all(sound(row, wanted) for row in rows):
             self._breaks(run, role, ProtocolError(f"a {role.value} replica reported a token without the logprobs that it was "
                                                   "asked for; update it"))
         else:
             self.act(self.dispatch.tokens(run, role, attempt, rows))
 
-    def leg_ended(self, run: int, role: Role) -> None:
-        """A worker did what it was asked for."""
+    def leg_computed(self, run: int, role: Role, attempt: int, stats: LegStats) -> None:
+        """A worker says what a leg did; its end comes later."""
+        self.dispatch.computed(run, role, attempt, stats)
+
+    def leg_finished(self, run: int, role: Role, attempt: int, stats: LegStats, *, handed_off: bool) -> None:
+        """A worker says that a leg ended well."""
+        self._note("leg ended", run=run, leg=role.value, attempt=attempt, cached_tokens=stats.cached_tokens,
+                   queue_seconds=stats.queue_seconds, compute_seconds=stats.compute_seconds,
+                   transfer_seconds=stats.transfer_seconds)
         self._workers.breakers.succeeded(self._runs[run].pair[role].id)
+        self.act(self.dispatch.finished(run, role, attempt, stats, handed_off=handed_off))
 
     def leg_failed(self, run: int, role: Role, attempt: int, error: SlipstreamError) -> None:
         """A worker says so, or was lost."""
         if known := self._runs.get(run):
             self._failed.add(known.pair[role].id)
             self._workers.breakers.failed(known.pair[role].id, role, error)
+        self._note("leg failed", run=run, leg=role.value, attempt=attempt, code=error.code, message=error.message)
         self.act(self.dispatch.failed(run, role, attempt, error, random.uniform(0.5, 1.0)))
 
     def act(self, actions: Sequence[Action]) -> None:
@@ -249,6 +240,7 @@ class Generation:
                 self._later(action.seconds, partial(self._retry, action.run))
             case Resume():
                 self._metrics.resumes.labels(action.error.code).inc()
+                self._note("resume", run=action.run, after_tokens=self.output_tokens, code=action.error.code)
                 logger.info("resuming after %d tokens: %s", self.output_tokens, action.error.message,
                             extra={"request_id": self.request.id})
                 self._spawn(self._resume(action))
@@ -259,6 +251,7 @@ class Generation:
                 self._changed.set()
             case End():
                 self.times.ended = time.monotonic()
+                self._note("ended", code="ok" if action.error is None else action.error.code, output_tokens=self.output_tokens)
                 self._end = action
                 self._changed.set()
                 self._over.set()
@@ -286,9 +279,13 @@ class Generation:
     def _place(self, run: int) -> None:
         """Choose a pair for a run, without those that have failed if there are others. Raises UnavailableError."""
         handle = self._next_handle()
-        pair = policy.choose(self._workers.views(), turn=handle,
-                             not_now=self._failed | self._workers.breakers.open())
-        self._runs[run] = _Run(pair={Role.PREFILL: pair.prefill, Role.DECODE: pair.decode}, handle=handle)
+        decision = self._routing.place(self._wanted, self._workers.views(), turn=handle,
+                                       not_now=self._failed | self._workers.breakers.open(), output=self.dispatch.output(run))
+        pair = {Role.DECODE: decision.decode} | ({Role.PREFILL: decision.prefill} if decision.prefill is not None else {})
+        self._runs[run] = _Run(pair=pair, handle=handle, tokens=decision.computed_tokens)
+
+    def _is_local(self, run: int) -> bool:
+        return Role.PREFILL not in self._runs[run].pair
 
     async def _resume(self, action: Resume) -> None:
         """Begin a new run as soon as there are replicas for it; none for too long ends the request."""
@@ -305,7 +302,7 @@ class Generation:
             await self._workers.change(LOOK_SECONDS)
         else:
             return
-        self.act(self.dispatch.begin(action.run))
+        self.act(self.dispatch.begin(action.run, local=self._is_local(action.run)))
         self._bring_pictures(action.run)
 
     def _submit(self, action: Submit) -> None:
@@ -314,19 +311,21 @@ class Generation:
         message = worker_pb2.Submit(
             handle=run.handle, request_id=name, attempt=action.attempt, transfer_id=f"{name}/{run.secret}",
             tokens=request.prompt.tokens, output=action.output, choices=action.choices, priority=request.priority,
-            cache_salt=request.cache_salt, grammar=convert.grammar_to_pb(request.grammar),
+            cache_salt=request.cache_salt, local=action.local, grammar=convert.grammar_to_pb(request.grammar),
             sampling=convert.sampling_to_pb(request.sampling),
             images=[convert.image_to_pb(picture.content_hash, picture.grid) for picture in request.prompt.pictures],
             remaining_ms=max(1, int((request.deadline - time.monotonic()) * 1000)))
         convert.stop_to_pb(request.stop, message)
-        asked = Role.PREFILL
+        asked = action.role
         try:
-            source = self._workers.link(run.pair[asked].id).connected()
-            if action.role is Role.DECODE:
+            if asked is Role.DECODE and not action.local:
+                asked = Role.PREFILL
+                source = self._workers.link(run.pair[asked].id).connected()
                 message.prefill_addresses.extend(source.cache_store_addresses)
                 message.prefill_epoch = source.epoch
-            asked = action.role
-            self._workers.link(run.pair[asked].id).submit(message, _Sink(action.run, asked, self))
+                asked = action.role
+            computes = run.tokens if asked is Role.PREFILL or action.local else 0
+            self._workers.link(run.pair[asked].id).submit(message, Ears(action.run, asked, self), computes)
             self._workers.breakers.sent(run.pair[asked].id)
         except SlipstreamError as error:
             self._breaks(action.run, asked, error)
@@ -344,14 +343,16 @@ class Generation:
             return
         run = self._runs[number]
         try:
-            replica = policy.another_decode(self._workers.views(), run.pair[Role.PREFILL], turn=run.handle,
-                                            not_now=run.busy | self._workers.breakers.open())
+            replica = another_decode(self._workers.views(), run.pair.get(Role.PREFILL), turn=run.handle,
+                                     not_now=run.busy | self._workers.breakers.open())
         except SlipstreamError as error:
             self.act(self.dispatch.broken(number, error))
             return
         if replica.id in run.busy:  # everybody was asked: begin again
             run.busy.clear()
         run.pair[Role.DECODE] = replica
+        self._routing.goes_to(self._wanted, replica, time.monotonic())
+        self._note("decode again", run=number, decode=replica.name)
         self.act(self.dispatch.retry(number))
 
     def _bring_pictures(self, number: int) -> None:
@@ -374,6 +375,9 @@ class Generation:
         self._failed.add(self._runs[run].pair[by].id)
         self.act(self.dispatch.broken(run, error))
 
+    def _note(self, what: str, **facts: object) -> None:
+        self._wanted.trace.add(time.monotonic(), what, **facts)
+
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         async def guarded() -> None:
             try:
@@ -388,22 +392,3 @@ class Generation:
 
     def _later(self, seconds: float, what: Callable[[], None]) -> None:
         self._timers.append(asyncio.get_running_loop().call_later(seconds, what))
-
-
-def _stats(told: worker_pb2.LegStats) -> LegStats:
-    return LegStats(**{key.name: getattr(told, key.name) for key in fields(LegStats)})
-
-
-def _sound(row: Row, wanted: int) -> bool:
-    """Whether a token's logprobs are those that were asked for; minus infinity is one."""
-    told = row.logprobs
-    return told is not None and len(told.top) == wanted and not any(map(math.isnan, (told.logprob, *dict(told.top).values())))
-
-
-def first_of(errors: BaseExceptionGroup[SlipstreamError]) -> SlipstreamError:
-    """The first single error of a group."""
-    error: BaseException = errors
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    assert isinstance(error, SlipstreamError)
-    return error

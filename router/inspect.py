@@ -1,11 +1,12 @@
-"""What workers say of their insides, for `GET /status?detail=...`. Knows no request."""
+"""What `GET /status` says of workers, and of their insides. Knows no request."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from router.workers import WorkerLink
+from router.link import WorkerLink
 from slipstream.errors import UnavailableError
+from slipstream.rpc import convert
 
 INSPECT_SECONDS = 2.0
 """Longest wait for one worker, such as for the end of a long step."""
@@ -36,3 +37,22 @@ async def inspect(link: WorkerLink, detail: str) -> dict[str, Any]:
         "kernels": [{"op": one.op, "implementation": one.implementation, "reason": one.reason} for one in reply.kernels],
         "holdings": [{"owner": one.owner, "request_id": one.request_id, "blocks": one.blocks, "state_slots": one.state_slots}
                      for one in reply.holdings]}
+
+
+def describe(link: WorkerLink) -> dict[str, Any]:
+    """What is known of a worker without asking it."""
+    info, load, view = link.info, link.load, link.view()
+    if info is None or view is None:
+        row: dict[str, Any] = {"replica_id": "", "role": "?", "state": "disconnected", "address": link.address,
+                               "problem": link.problem}
+        if last := link.last_info:
+            row |= {"replica_id": last.replica_id, "role": convert.role_from_pb(last.role).value, "epoch": last.epoch}
+        return row
+    return {
+        "replica_id": info.replica_id, "role": view.role.value, "state": "draining" if link.draining else "ready",
+        "address": link.address, "epoch": info.epoch, "pid": info.pid, "model": info.model_name, "dtype": info.dtype,
+        "device": info.device, "version": info.version, "compatibility_hash": info.compatibility_hash,
+        "channels": list(info.channels),
+        "metrics_address": info.metrics_address, "total_blocks": info.total_blocks, "total_state_slots": info.total_state_slots,
+        "load": {"waiting": load.waiting, "running": load.running, "parked": load.parked, "free_blocks": load.free_blocks,
+                 "free_state_slots": load.free_state_slots}}

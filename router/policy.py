@@ -1,8 +1,8 @@
-"""Which prefill and which decode replica serve a request. Pure."""
+"""What the router knows of replicas, which of them fit together, and what is missing where none do. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from slipstream.errors import UnavailableError
@@ -11,24 +11,55 @@ from slipstream.types import Role
 MISFIT = "no prefill and decode replica fit together"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class Replica:
-    """What the router knows of a replica now."""
+    """What the router knows of a replica now: its link writes, policies read."""
 
     id: str
+    """Its address."""
     role: Role
     compatibility_hash: str
+    name: str = ""
+    """Its replica id, for people."""
     block_size: int = 0
     dtype: str = ""
     channels: frozenset[str] = frozenset()
     """By which it can send or be sent a prompt's state; none: it does not tell."""
+    host: str = ""
+    """The machine that it runs on; empty: it does not tell."""
+    max_running: int = 0
+    total_blocks: int = 0
+    kv_bytes_per_token: int = 0
+    state_bytes: int = 0
+    needs_snapshots: bool = False
+    """It has recurrent states: what is cached of a prompt that it computes counts only up to a snapshot of them."""
+    computes_prompts: bool = False
+    """Of decode: it takes a prompt that nobody computed."""
     draining: bool = False
     waiting: int = 0
     """Requests, as the replica last said."""
     running: int = 0
     free_blocks: int = 0
+    waiting_tokens: int = 0
+    """Of prompts that are not computed yet, as the replica last said."""
+    tokens_per_second: float = 0.0
+    """Through its model while it works; 0: not known."""
     in_flight: int = 0
     """Requests of this router that the replica has and has not ended."""
+    pending_tokens: int = 0
+    """Of prompts that this router sent there to be computed, without what was thought to be cached; until they are."""
+
+    @property
+    def load(self) -> int:
+        """Requests. What this router sent counts at once; what the replica said is a little old and includes other routers'."""
+        told, sent = self.waiting + self.running, self.in_flight
+        return told if told > sent else sent
+
+    @property
+    def queued_tokens(self) -> int:
+        """Of prompts that are to be computed before a new one, by the same reasoning."""
+        told, sent = self.waiting_tokens, self.pending_tokens
+        return told if told > sent else sent
 
     def fits(self, other: Replica) -> bool:
         """True if a prompt's state can go from one to the other, as far as they tell."""
@@ -36,17 +67,11 @@ class Replica:
             not self.channels or not other.channels or not self.channels.isdisjoint(other.channels))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pair:
-    """Who computes the prompt and who continues it."""
-
-    prefill: Replica
-    decode: Replica
-
-
-def missing(replicas: Sequence[Replica]) -> str:
-    """Why no request could be served, or empty."""
+def missing(replicas: Sequence[Replica], *, local: bool = False) -> str:
+    """Why no request could be served, or empty. `local`: decode computes prompts where no prefill replica is."""
     usable = [replica for replica in replicas if not replica.draining]
+    if local and not any(replica.role is Role.PREFILL for replica in usable) and any(one.computes_prompts for one in usable):
+        return ""
     absent = [role.value for role in Role if not any(replica.role is role for replica in usable)]
     if absent:
         return f"no {' and no '.join(absent)} replica is connected"
@@ -77,38 +102,3 @@ def refusal(reason: str) -> UnavailableError:
     if reason.startswith(MISFIT):
         return UnavailableError(reason, retry_after_seconds=60.0)
     return UnavailableError(f"{reason}; try again soon", retry_after_seconds=1.0)
-
-
-def choose(replicas: Sequence[Replica], *, turn: int, not_now: Collection[str] = ()) -> Pair:
-    """The least loaded pair that fits together, without replicas of `not_now` as far as there are others; `turn`
-    breaks ties in rotation.
-
-    Raises UnavailableError saying what is missing.
-    """
-    for role in Role:
-        others = [replica for replica in replicas if replica.role is not role or replica.id not in not_now]
-        if not missing(others):
-            replicas = others
-    if reason := missing(replicas):
-        raise refusal(reason)
-    usable = [replica for replica in replicas if not replica.draining]
-    decodes = [replica for replica in usable if replica.role is Role.DECODE]
-    prefill = _least([one for one in usable if one.role is Role.PREFILL and any(map(one.fits, decodes))], turn)
-    return Pair(prefill=prefill, decode=_least([one for one in decodes if prefill.fits(one)], turn))
-
-
-def another_decode(replicas: Sequence[Replica], prefill: Replica, *, not_now: Collection[str], turn: int) -> Replica:
-    """Where to go on when a decode replica was busy: somebody else if there is, else the same one again."""
-    fitting = [replica for replica in replicas if not replica.draining and replica.role is Role.DECODE
-               and prefill.fits(replica)]
-    if not fitting:
-        raise UnavailableError("no decode replica is left that could continue the request", retry_after_seconds=1.0)
-    others = [replica for replica in fitting if replica.id not in not_now]
-    return _least(others or fitting, turn)
-
-
-def _least(fitting: Sequence[Replica], turn: int) -> Replica:
-    start = turn % len(fitting)
-    rotated = [*fitting[start:], *fitting[:start]]
-    # What this router sent counts at once; what the replica reported is a little old and includes other routers' requests.
-    return min(rotated, key=lambda replica: (max(replica.in_flight, replica.waiting + replica.running), -replica.free_blocks))

@@ -16,7 +16,7 @@ from router.answer import Part
 from router.completions import new_call_id
 from router.reader import Piece, Reader
 from router.reasoning import Content, Reasoning
-from router.service import report
+from router.record import report
 from router.tools import Arguments, Call
 from slipstream.errors import SlipstreamError
 

@@ -25,15 +25,16 @@ from router.answer import Answer
 from router.breaker import Breakers
 from router.fetch import Fetcher
 from router.generate import Bounds, GenerateRequest, Generation, Times
-from router.inspect import inspect
+from router.inspect import describe, inspect
 from router.limits import Limits
 from router.messages import Still
 from router.openai import ChatRequest, CompletionRequest, Options
 from router.prompt import PictureBytes, Prompt, PromptBuilder, Share, media_of
 from router.record import record
+from router.routing import Routing
 from router.schemas import Schemas
 from router.stream import TextStream
-from router.workers import WorkerLink, Workers
+from router.workers import Workers
 from slipstream import checkpoint as checkpoints
 from slipstream.config import Config, hub_cache
 from slipstream.errors import DeadlineError, InvalidRequestError, ModelNotFoundError, UnavailableError
@@ -104,7 +105,9 @@ class RouterService:
         self.schemas = Schemas(self.checkpoint, config.router.max_schema_bytes, config.router.schema_seconds)
         breakers = Breakers(config.router.breaker_failures, config.router.breaker_seconds,
                             lambda role: self.metrics.breakers.labels(role.value).inc())
-        self.workers = Workers(self.model_name, self._workers_changed, config.router.worker_silence_seconds, security, breakers)
+        self.routing = Routing(config.router, self.checkpoint, self.metrics)
+        self.workers = Workers(self.model_name, self._workers_changed, config.router.worker_silence_seconds, security,
+                               self.routing.index, breakers)
 
     @property
     def max_context(self) -> int:
@@ -153,7 +156,7 @@ class RouterService:
         """Why no request can be served now, or empty."""
         if self.draining:
             return "the router is draining"
-        reason = policy.missing(self.workers.views())
+        reason = self.routing.missing(self.workers.views())
         refused = [link.problem for link in self.workers.links() if link.info is None and link.problem]
         refused += [f"{one.replica_id} is restarting: {one.problem}" for one in self.workers.restarting]
         return f"{reason} ({'; '.join(refused[:3])})" if reason and refused else reason
@@ -285,9 +288,10 @@ class RouterService:
             stop=StopParams(max_tokens=max_tokens, min_tokens=options.min_tokens,
                             stop_token_ids=eos | frozenset(options.stop_token_ids)))
         limits = self.config.router
-        return Generation(request, self.workers, self.metrics, Times(arrived=arrived), partial(next, self._numbers),
-                          Bounds(unread_bytes=limits.unread_bytes, max_resumes=limits.max_resumes,
-                                 resume_wait_seconds=limits.resume_wait_seconds))
+        return Generation(request, self.workers, self.routing, self.metrics, Times(arrived=arrived),
+                          partial(next, self._numbers), Bounds(
+                              unread_bytes=limits.unread_bytes, max_resumes=limits.max_resumes,
+                              resume_wait_seconds=limits.resume_wait_seconds))
 
     def _grammar(self, options: Options, prompt: Prompt) -> Grammar | None:
         if options.grammar is None:
@@ -322,9 +326,10 @@ class RouterService:
             metrics.e2e.observe(times.ended - times.arrived)
         if end is not None and end.error is not None:
             metrics.errors.labels(end.error.code).inc()
-        if prefill := generation.dispatch.stats.get(Role.PREFILL):
-            metrics.cached_tokens.inc(prefill.cached_tokens)
-        if decode := generation.dispatch.stats.get(Role.DECODE):
+        prefill, decode = (generation.dispatch.stats.get(role) for role in Role)
+        if computed := prefill or decode:
+            metrics.cached_tokens.inc(computed.cached_tokens)
+        if decode and decode.transfer_seconds:
             metrics.transfer.observe(decode.transfer_seconds)
             metrics.transfer_bytes.labels("kv").inc(decode.kv_bytes)
             metrics.transfer_bytes.labels("state").inc(decode.state_bytes)
@@ -332,7 +337,7 @@ class RouterService:
     def _workers_changed(self) -> None:
         for role in Role:
             self.metrics.replicas.labels(role.value).set(self.workers.count(role))
-        before, self._missing = self._missing, policy.missing(self.workers.views())
+        before, self._missing = self._missing, self.routing.missing(self.workers.views())
         if self._missing != before and self._missing.startswith(policy.MISFIT):
             logger.warning(self._missing)
 
@@ -342,34 +347,18 @@ class RouterService:
                 "in_flight": self.limits.in_flight, "waiting": self.limits.admission.waiting,
                 "max_in_flight": self.config.router.max_in_flight,
                 "supervisor": self.workers.directory,
-                "replicas": [_describe(link) for link in self.workers.links()] + self._restarting()}
+                "replicas": [describe(link) for link in self.workers.links()] + self._restarting()}
 
     async def details(self, detail: str) -> dict[str, Any]:
         """`status`, with the insides of every connected worker; `detail`: which, of `router.inspect.DETAILS`."""
         links = self.workers.links()
         told = await asyncio.gather(*(inspect(link, detail) for link in links))
-        rows = [_describe(link) | more for link, more in zip(links, told, strict=True)]
+        rows = [describe(link) | more for link, more in zip(links, told, strict=True)]
         return {**self.status(), "replicas": rows + self._restarting()}
 
     def _restarting(self) -> list[dict[str, Any]]:
         return [{"replica_id": one.replica_id, "role": convert.role_from_pb(one.role).value, "state": "restarting",
                  "epoch": one.epoch, "problem": one.problem} for one in self.workers.restarting]
-
-
-def report(generation: Generation) -> dict[str, float | int]:
-    """The router's account of one request, for a client that asked for it."""
-    times, stats = generation.times, generation.dispatch.stats
-    prefill, decode = stats.get(Role.PREFILL), stats.get(Role.DECODE)
-    first = times.first_token
-    return {
-        "kv_bytes": decode.kv_bytes if decode else 0, "state_bytes": decode.state_bytes if decode else 0,
-        "transfer_seconds": decode.transfer_seconds if decode else 0.0,
-        "queue_seconds": prefill.queue_seconds if prefill else 0.0,
-        "prefill_seconds": prefill.compute_seconds if prefill else 0.0,
-        "decode_seconds": decode.compute_seconds if decode else 0.0,
-        "ttft_seconds": first - times.arrived if first is not None else 0.0,
-        "cached_tokens": prefill.cached_tokens if prefill else 0, "resumes": generation.dispatch.resumes,
-    }
 
 
 def new_request_id() -> str:
@@ -381,21 +370,3 @@ def request_names(given: str) -> tuple[str, str]:
     """(ours, what the client is told): ours is unique, and begins with the client's own id if `given` is a sound one."""
     unique = new_request_id()
     return (f"{given}-{unique}", given) if _CLIENT_ID.fullmatch(given) else (unique, unique)
-
-
-def _describe(link: WorkerLink) -> dict[str, Any]:
-    info, load, view = link.info, link.load, link.view()
-    if info is None or view is None:
-        row: dict[str, Any] = {"replica_id": "", "role": "?", "state": "disconnected", "address": link.address,
-                               "problem": link.problem}
-        if last := link.last_info:
-            row |= {"replica_id": last.replica_id, "role": convert.role_from_pb(last.role).value, "epoch": last.epoch}
-        return row
-    return {
-        "replica_id": info.replica_id, "role": view.role.value, "state": "draining" if link.draining else "ready",
-        "address": link.address, "epoch": info.epoch, "pid": info.pid, "model": info.model_name, "dtype": info.dtype,
-        "device": info.device, "version": info.version, "compatibility_hash": info.compatibility_hash,
-        "channels": list(info.channels),
-        "metrics_address": info.metrics_address, "total_blocks": info.total_blocks, "total_state_slots": info.total_state_slots,
-        "load": {"waiting": load.waiting, "running": load.running, "parked": load.parked, "free_blocks": load.free_blocks,
-                 "free_state_slots": load.free_state_slots}}

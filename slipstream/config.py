@@ -13,6 +13,7 @@ from typing import Any
 from slipstream import config_rules, typed
 from slipstream.config_access import GrpcConfig, SecurityConfig
 from slipstream.config_fetch import FetchConfig
+from slipstream.config_routing import RoutingConfig
 from slipstream.errors import ConfigError
 from slipstream.types import Role
 
@@ -224,6 +225,12 @@ class RouterConfig:
     """A section of its own."""
     grpc: GrpcConfig = field(default_factory=GrpcConfig)
     """`[router.grpc]`."""
+    policy: str = "auto"
+    """How replicas are chosen: `auto`, `round_robin`, `least_load` or `prefix` (docs/routing.md)."""
+    empty_prefill_pool: str = "fail"
+    """Without any prefill replica, requests `fail` with 503, or those without pictures are computed by decode: `local`."""
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
+    """A section of its own."""
 
     @property
     def grpc_port(self) -> int:

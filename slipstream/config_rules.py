@@ -8,11 +8,13 @@ from operator import attrgetter
 from typing import Any
 
 from slipstream import typed
+from slipstream.config_routing import AT_LEAST_0, EMPTY_POOL, POLICIES
 from slipstream.errors import ConfigError
 from slipstream.types import Role
 
 NAMES = {"transfer.channel": ("auto", "local", "rdma", "grpc"), "transfer.rdma.engine": ("auto", "nixl", "mooncake"),
-         "engine.kv_dtype": ("auto", "fp8_e4m3"), "engine.state_dtype": ("float32", "bfloat16")}
+         "engine.kv_dtype": ("auto", "fp8_e4m3"), "engine.state_dtype": ("float32", "bfloat16"),
+         "router.policy": POLICIES, "router.empty_prefill_pool": EMPTY_POOL}
 """What keys may say that choose one of several by its name."""
 
 _LABEL = re.compile(r"!?(?:in\([\w.-]+(?: *, *[\w.-]+)*\)|[\w.-]+)")
@@ -25,10 +27,10 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("at least 0", lambda value: value >= 0,
      "engine.state_snapshots transfer.image_store_bytes transfer.rdma.quarantine_seconds transfer.faults.delay_seconds "
      "transfer.faults.stall_at_bytes transfer.faults.bytes_per_second router.max_in_flight_tokens router.max_waiting "
-     "router.breaker_failures router.fetch.max_redirects"),
+     "router.breaker_failures router.fetch.max_redirects " + AT_LEAST_0),
     ("above 0", lambda value: value > 0,
      "transfer.stall_seconds transfer.lease_seconds transfer.connect_seconds ray.unresponsive_seconds "
-     "router.fetch.seconds router.schema_seconds router.max_waiting_seconds router.breaker_seconds"),
+     "router.routing.dns_seconds router.fetch.seconds router.schema_seconds router.max_waiting_seconds router.breaker_seconds"),
     ("in (0, 1]", lambda value: 0 < value <= 1, "transfer.parked_fraction"),
     ("a share, 0 to 1", lambda value: 0 <= value <= 1,
      "transfer.faults.drop transfer.faults.duplicate transfer.faults.corrupt transfer.faults.cut"),

@@ -63,6 +63,15 @@ class ModelNotFoundError(SlipstreamError):
     openai_type = "invalid_request_error"
 
 
+class NotFoundError(SlipstreamError):
+    """There is nothing of that name, or not any more."""
+
+    code = "not_found"
+    http_status = 404
+    grpc_status = "NOT_FOUND"
+    openai_type = "invalid_request_error"
+
+
 class RequestTooLargeError(SlipstreamError):
     """The body is larger than the configured limit."""
 

@@ -199,6 +199,8 @@ class EngineLoad:
     total_state_slots: int
     cached_blocks: int = 0
     """Blocks of the prefix cache, read or not."""
+    waiting_tokens: int = 0
+    """Of prompts: not computed yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,6 +209,8 @@ class EngineCounters:
 
     steps: int = 0
     step_seconds: float = 0.0
+    step_tokens: int = 0
+    """That went through the model in those steps."""
     prompt_tokens: int = 0
     """Of prompts that got their memory here to be computed, cached ones included."""
     cached_tokens: int = 0

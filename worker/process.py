@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 
+from cache_transfer.channels.host import Process
 from cache_transfer.load import CacheLoader
 from cache_transfer.memory import tune_allocator
 from cache_transfer.store import CacheStore
@@ -83,6 +84,7 @@ async def _serve(arguments: argparse.Namespace, identity: Identity, replica: Rep
     store, loader = replica.channel_ends(replica_id=identity.replica_id, epoch=identity.epoch,
                                          host=split_address(arguments.listen)[0], security=trusted)
     service = mount(identity, replica, store, loader)
+    service.host = Process.here().boot
     service.channels, service.transfers = store.channels, RankTransfers(store.transfers, trusted)
     store.transfers.metrics = TransferMetrics(service.metrics.registry, identity.role, store.transfers.quarantined)
     server = new_server(trusted)

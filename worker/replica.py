@@ -24,6 +24,7 @@ from slipstream.engine import build
 from slipstream.engine.caches import states_of
 from slipstream.engine.engine import Engine, StepResult
 from slipstream.engine.loop import EngineLoop
+from slipstream.engine.prefix_cache import CacheChanges
 from slipstream.engine.sequence import GenerationRequest, Matcher, Timing
 from slipstream.errors import SlipstreamError, UnavailableError
 from slipstream.layers.batch import AttentionCache, LayerCache
@@ -51,6 +52,8 @@ class StepNews:
     """By request. Timing: with the request's last tokens here; PromptDone: with the first ones of a prompt of this replica."""
     failures: tuple[tuple[RequestId, SlipstreamError], ...]
     load: EngineLoad
+    cache: CacheChanges | None = None
+    """What became of the prefix cache since the last news."""
 
 
 class Replica:
@@ -137,7 +140,7 @@ class Replica:
             by_request.setdefault(event.request, []).append(event)
         tokens = tuple((tuple(events), result.timings.get(id), _prompt_done(engine, id) if id in result.handed_off else None)
                        for id, events in by_request.items())
-        return StepNews(tokens=tokens, failures=result.failures, load=self._engine.load())
+        return StepNews(tokens=tokens, failures=result.failures, load=engine.load(), cache=engine.cache_changes())
 
 
 def _prompt_done(engine: Engine, id: RequestId) -> PromptDone:

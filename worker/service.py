@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 import slipstream
 from cache_transfer.transfers import Transfers
 from slipstream.engine.engine import Engine
+from slipstream.engine.prefix_cache import CacheChanges
 from slipstream.errors import InternalError, InvalidRequestError, SlipstreamError
 from slipstream.observability.worker_metrics import WorkerMetrics
 from slipstream.rpc import convert
@@ -25,6 +26,7 @@ from slipstream.rpc.server import messages
 from slipstream.types import EngineCounters, EngineLoad, Role
 from slipstream.v1 import worker_pb2 as pb
 from slipstream.v1 import worker_pb2_grpc
+from worker.feed import CacheFeed
 from worker.jobs import Jobs, RoleWorker
 from worker.metrics import LegMetrics
 from worker.replica import Replica, StepNews
@@ -36,7 +38,10 @@ logger = logging.getLogger(__name__)
 LOAD_SECONDS = 1.0
 STUCK_SECONDS = 120.0
 """No step takes so long: an engine that does not answer for this time hangs, on a device or another rank, and will not end."""
+SPEED_TOKENS = 64
+"""Through the model, from one measurement of its speed to the next, at least."""
 SERVICE = "slipstream.worker.v1.Worker"
+State = tuple[EngineLoad, EngineCounters, CacheChanges | None]
 
 WriteContext = grpc.aio.ServicerContext[pb.RouterMessage, pb.WorkerMessage]
 PutImage = Callable[[AsyncIterator[pb.ImageChunk]], Awaitable[bool]]
@@ -62,6 +67,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         """Where the CacheStores of the replica's other ranks listen, by rank."""
         self.channels: list[str] = []
         """Of the CacheStore; set before it listens."""
+        self.host = ""
+        """Names the machine; set before it listens."""
         self.transfers = RankTransfers(Transfers())
         """Of rank 0; set before it listens."""
         self.metrics_address = ""
@@ -77,7 +84,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._health = health.aio.HealthServicer()
         self._sessions: set[Session] = set()
         self._proved = 0  # jobs so far when the ledgers were last proved
-        self._asked: asyncio.Future[tuple[EngineLoad, EngineCounters]] | None = None
+        self._feed = CacheFeed()
+        self._counted = EngineCounters()  # when the speed was last measured
+        self._speed = 0.0
+        self._asked: asyncio.Future[State] | None = None
         self._asked_at = 0.0
         self._pulse: asyncio.Task[None] | None = None
 
@@ -126,6 +136,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     def _on_step(self, news: StepNews) -> None:
         self._load = news.load
+        self._cached(news.cache)
         self._jobs.on_step(news.tokens, news.failures)
 
     def _on_death(self, error: BaseException) -> None:
@@ -163,7 +174,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     async def _prove(self) -> None:
         """Nothing may be owned while no request runs. A leak is a bug of ours, so it is loud and stops new traffic."""
-        def proof(engine: Engine) -> tuple[EngineLoad, EngineCounters]:
+        def proof(engine: Engine) -> State:
             engine.check_integrity()
             return _state(engine)
 
@@ -179,18 +190,28 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             logger.critical("the ledgers of this replica are wrong: %s", error)
             await self._set_health(serving=False)
 
-    def _heard(self, load: EngineLoad, counters: EngineCounters) -> None:
+    def _heard(self, load: EngineLoad, counters: EngineCounters, cache: CacheChanges | None) -> None:
         self._load = load
+        self._cached(cache)
         self.metrics.engine_did(counters)
+        seconds, tokens = counters.step_seconds - self._counted.step_seconds, counters.step_tokens - self._counted.step_tokens
+        if tokens >= SPEED_TOKENS and seconds > 0:
+            self._counted = counters  # some steps are half empty: the best of late says what it can
+            self._speed = max(tokens / seconds, 0.9 * self._speed + 0.1 * tokens / seconds)
+
+    def _cached(self, cache: CacheChanges | None) -> None:
+        if cache is not None:
+            self._feed.apply(cache.levels, whole=cache.whole)
 
     def _load_message(self) -> pb.Load:
-        return convert.load_to_pb(self._load, draining=self._jobs.draining)
+        return convert.load_to_pb(self._load, draining=self._jobs.draining, tokens_per_second=self._speed)
 
     # RPCs ------------------------------------------------------------------------------------------------------------------
 
     async def GetInfo(self, request: pb.GetInfoRequest, context: Any) -> pb.WorkerInfo:  # noqa: N802 (gRPC's name)
         """What this replica is."""
         replica, identity = self._replica, self._identity
+        kv_bytes, state_bytes = replica.layout.bytes_necessary(1)
         return pb.WorkerInfo(
             replica_id=identity.replica_id, epoch=identity.epoch, role=convert.role_to_pb(identity.role),
             model_name=replica.model_name, compatibility_hash=replica.layout.hash,
@@ -200,7 +221,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             max_running=replica.config.engine.max_running, draining=self._jobs.draining, pid=os.getpid(),
             version=slipstream.__version__, device=str(replica.device), dtype=replica.dtype,
             tensor_parallel=replica.geometry.tp, pipeline_parallel=replica.geometry.pp, metrics_address=self.metrics_address,
-            channels=self.channels)
+            channels=self.channels, host=self.host, kv_bytes_per_token=kv_bytes, state_bytes=state_bytes,
+            computes_prompts=identity.role is Role.DECODE)
 
     def _fixed_fields(self) -> dict[str, str]:
         """What does not change, for the log and the metrics. A prefix is found again in whole blocks only, and a prompt of a
@@ -215,7 +237,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def Session(self, request_iterator: AsyncIterator[pb.RouterMessage],  # type: ignore[override]  # noqa: N802
                       context: WriteContext) -> None:
         """One router's requests; they live as long as the stream. It writes: a generator could hear too late of its end."""
-        session = Session(self._identity.role, self._jobs, self._load_message)
+        session = Session(self._identity.role, self._jobs, self._load_message, self._feed)
         self._sessions.add(session)
         session.want_load()
         reader = asyncio.create_task(_read(session, request_iterator))
@@ -276,8 +298,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 logger.info("kernels, memory and transfers", extra=MessageToDict(insides, preserving_proto_field_name=True))
 
 
-def _state(engine: Engine) -> tuple[EngineLoad, EngineCounters]:
-    return engine.load(), engine.counters()
+def _state(engine: Engine) -> State:
+    return engine.load(), engine.counters(), engine.cache_changes()
 
 
 def _inspect(engine: Engine) -> pb.InspectReply:

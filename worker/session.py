@@ -16,6 +16,7 @@ from slipstream.errors import CancelledError, InternalError, InvalidRequestError
 from slipstream.rpc import convert
 from slipstream.types import RequestId, Role, TokenEvent
 from slipstream.v1 import worker_pb2 as pb
+from worker.feed import CacheFeed, CacheWatch
 from worker.jobs import Job, Jobs
 
 logger = logging.getLogger(__name__)
@@ -31,11 +32,13 @@ Key = tuple[int, int]
 class Session:
     """The requests of one connected router. Lives on the asyncio thread."""
 
-    def __init__(self, role: Role, jobs: Jobs, load: Callable[[], pb.Load]) -> None:
-        """`load`: the replica's load, to go with each report."""
+    def __init__(self, role: Role, jobs: Jobs, load: Callable[[], pb.Load], feed: CacheFeed | None = None) -> None:
+        """`load`: the replica's load, to go with each report. `feed`: of its prefix cache, for a router that watches."""
         self._role = role
         self._jobs = jobs
         self._load = load
+        self._feed = CacheFeed() if feed is None else feed
+        self._watch: CacheWatch | None = None
         self._running: dict[Key, Job] = {}
         self._past: OrderedDict[Key, bool] = OrderedDict()  # True: cancelled before it came
         self._report = pb.StepReport()
@@ -58,6 +61,10 @@ class Session:
             self._submit(message.submit)
         elif kind == "cancel":
             self._cancel((message.cancel.handle, message.cancel.attempt))
+        elif kind == "watch_cache":
+            self._unwatch()
+            self._watch = self._feed.watch()
+            self._something.set()
         else:
             logger.warning("a router sent a message that this version does not know; update the older side")
 
@@ -92,8 +99,13 @@ class Session:
             self._remember(key, cancelled=True)
             self.failed(convert.failed_to_pb(*key, CancelledError("the request was cancelled before it came")))
 
+    def _unwatch(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+
     def close(self) -> None:
         """The router is gone: give up its requests."""
+        self._unwatch()
         for job in list(self._running.values()):
             job.abandon(CancelledError("the router's session ended"))
 
@@ -147,9 +159,11 @@ class Session:
         self._something.clear()
         report, self._report = self._report, pb.StepReport()
         self._read.set()
-        if report.handle or report.computed or report.finished or report.failed:
+        if watches := self._watch is not None and self._watch.waits:
+            report.cache.CopyFrom(self._watch.next())
+        if watches or report.handle or report.computed or report.finished or report.failed:
             report.load.CopyFrom(self._load())
-            if self._ending:
+            if self._ending or (self._watch is not None and self._watch.waits):
                 self._something.set()
             return pb.WorkerMessage(step=report)
         if self._ending:
@@ -166,7 +180,10 @@ def make_job(submit: pb.Submit, role: Role, outbox: Session) -> Job:
     """A job out of a Submit. Raises InvalidRequestError for what no replica of this role can serve."""
     if not submit.request_id or not submit.transfer_id:
         raise InvalidRequestError("a Submit needs a request_id and a transfer_id", field="request_id")
-    if role is Role.DECODE and not submit.prefill_addresses:
+    if submit.local and (role is not Role.DECODE or submit.prefill_addresses or submit.images):
+        raise InvalidRequestError("a local Submit is for a decode replica, and has neither prefill_addresses nor images",
+                                  field="local")
+    if role is Role.DECODE and not submit.prefill_addresses and not submit.local:
         raise InvalidRequestError("a Submit to a decode replica needs prefill_addresses", field="prefill_addresses")
     images = [convert.image_from_pb(image) for image in submit.images]
     request = GenerationRequest(

@@ -24,7 +24,7 @@ from slipstream.engine.gang import LeadingExecutor, Log
 from slipstream.engine.ledger import Owner
 from slipstream.engine.memory import Memory
 from slipstream.engine.params import check_params
-from slipstream.engine.prefix_cache import PrefixCache
+from slipstream.engine.prefix_cache import CacheChanges, PrefixCache
 from slipstream.engine.prompt import Pixels, Prompt, Publisher, block_keys, prepare
 from slipstream.engine.runner import Run, Runner, RunResult, as_failure
 from slipstream.engine.scheduler import Scheduler
@@ -252,7 +252,9 @@ class Engine:
         for id in failures:
             self.abort(id)
         seconds = self._clock() - began
-        self._count(steps=bool(result.chunks), step_seconds=seconds, output_tokens=len(events), preemptions=len(plan.preempted))
+        self._count(steps=bool(result.chunks), step_seconds=seconds,
+                    step_tokens=sum(chunk.count for chunk in result.chunks), output_tokens=len(events),
+                    preemptions=len(plan.preempted))
         handed_off = frozenset(chunk.sequence.id for chunk, _, _ in result.done if chunk.sequence.state is State.HANDED_OFF)
         return StepResult(events=tuple(events), failures=tuple(failures.items()), timings=timings, handed_off=handed_off,
                           tokens=sum(chunk.count for chunk in chunks or result.chunks), seconds=seconds)
@@ -300,6 +302,7 @@ class Engine:
         scheduler, memory = self._scheduler, self._memory
         return EngineLoad(
             waiting=scheduler.count(State.WAITING), running=scheduler.count(State.COMPUTING, State.DECODING),
+            waiting_tokens=scheduler.waiting_tokens,
             parked=sum(sequence.parked for sequence in scheduler.sequences()), cached_blocks=len(memory.cache),
             free_blocks=memory.cache.available, total_blocks=memory.blocks.total,
             free_state_slots=memory.slots.free, total_state_slots=memory.slots.total)
@@ -307,6 +310,10 @@ class Engine:
     def counters(self) -> EngineCounters:
         """What was done so far."""
         return replace(self._counters, evicted_blocks=self._memory.cache.evicted)
+
+    def cache_changes(self) -> CacheChanges | None:
+        """What became of the prefix cache since this was asked last; None: nothing."""
+        return self._memory.cache.changes()
 
     def holdings(self) -> dict[Owner | None, tuple[int, int]]:
         """(blocks, state slots) of every owner; None: free. Snapshots are not counted, as they are no sequence's slots."""

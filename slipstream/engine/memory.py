@@ -162,7 +162,7 @@ class Memory:
             self._copier.copy_block(sequence.blocks[whole], branch.blocks[whole])
         if sequence.state_slot is not None and branch.state_slot is not None:
             self._copier.copy_state(sequence.state_slot, branch.state_slot)
-        branch.computed = sequence.computed
+        branch.computed, branch.cached = sequence.computed, sequence.cached
         branch.keys = None if sequence.keys is None else sequence.keys[:whole]
 
     def choose_state(self, sequence: Sequence, accepted: int) -> None:

@@ -1,5 +1,7 @@
 """Blocks that any number of sequences may read, found by what they hold, and state snapshots at their ends. Pure.
 
+Whatever can be found, or no longer, is noted for those who route by it: `changes`.
+
 Ledger: a block that is shared belongs to the cache and is never written again. Each sequence that has it in its table pins it;
 one that nobody pins is idle: it can still be found, and goes, least recently used first, when a sequence needs a fresh block.
 A block without a key cannot be found: it is only shared, and returns to the free list with its last pin.
@@ -11,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from slipstream import cache_keys
 from slipstream.engine.block_pool import BlockPool
 from slipstream.engine.ledger import Owner, OwnerKind
 from slipstream.engine.state_pool import StatePool
@@ -28,6 +31,16 @@ class Match:
     """Snapshot of the recurrent states after exactly these blocks; None for a model without, or where it was not asked for."""
     known: int = 0
     """Blocks that are here, with or without a snapshot: where a snapshot would have helped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheChanges:
+    """What can be found now of what may have changed, by short key (`slipstream.cache_keys.short`)."""
+
+    levels: Mapping[int, int]
+    """0: gone; 1: the block is here; 2: with a snapshot of the states at its end."""
+    whole: bool = False
+    """These are all: what is not here is gone."""
 
 
 @dataclass(kw_only=True)
@@ -51,6 +64,7 @@ class PrefixCache:
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._states: OrderedDict[bytes, int] = OrderedDict()  # key of the last block -> slot; least recently used first
         self._written: set[int] = set()  # slots that steps in flight write
+        self._changed: set[bytes] | None = set()  # keys, since `changes` was asked; None: too many to tell apart
 
     def __len__(self) -> int:
         """Blocks that the cache owns."""
@@ -123,6 +137,7 @@ class PrefixCache:
             key = None
         if key is not None:
             self._by_key[key] = block
+            self._note(key)
         self._shared[block] = _Shared(key=key, pins=1)
 
     def snapshot_slot(self, key: bytes) -> int | None:
@@ -133,7 +148,9 @@ class PrefixCache:
         if not self._snapshots.free:
             if not self._states:
                 return None  # all of them are being written
-            self.drop(self._states.popitem(last=False)[1])
+            old, slot = self._states.popitem(last=False)
+            self.drop(slot)
+            self._note(old)
         taken = self._snapshots.take(CACHE)
         assert taken is not None, "one is free"
         (slot,) = taken
@@ -147,6 +164,7 @@ class PrefixCache:
             return
         self._written.remove(slot)
         self._states[key] = slot
+        self._note(key)
         if passing:
             self._states.move_to_end(key, last=False)
 
@@ -154,6 +172,23 @@ class PrefixCache:
         """The slot will not be needed."""
         self._written.discard(slot)
         self._snapshots.give_back((slot,), CACHE)
+
+    # Telling ------------------------------------------------------------------------------------------------------------
+
+    def changes(self) -> CacheChanges | None:
+        """Since this was asked last; None if nothing changed."""
+        changed, self._changed = self._changed, set()
+        if changed is not None and not changed:
+            return None
+        keys = list(self._by_key if changed is None else changed)
+        levels = ((key in self._by_key) + (key in self._states) for key in keys)
+        return CacheChanges(levels=dict(zip(cache_keys.short(keys), levels, strict=True)), whole=changed is None)
+
+    def _note(self, key: bytes) -> None:
+        if self._changed is not None:
+            self._changed.add(key)
+            if len(self._changed) > 2 * self._blocks.total:
+                self._changed = None
 
     # Proof --------------------------------------------------------------------------------------------------------------
 
@@ -185,6 +220,7 @@ class PrefixCache:
         key = self._shared.pop(block).key
         if key is not None:
             del self._by_key[key]
+            self._note(key)
             if (slot := self._states.pop(key, None)) is not None:
                 self.drop(slot)
         self._blocks.give_back((block,), CACHE)

@@ -6,7 +6,6 @@ are an image each.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slipstream import block_hash
+from slipstream import block_hash, cache_keys
 from slipstream import positions as mrope_rules
 from slipstream.block_hash import PictureRows
 from slipstream.checkpoint import Checkpoint, VisionConfig
@@ -122,16 +121,9 @@ def picture_rows(request: GenerationRequest, checkpoint: Checkpoint) -> tuple[Pi
     merge = checkpoint.vision.merge_size
     mrope_rules.check_images(request.tokens, request.grids, image_token_id=checkpoint.image_token_id,
                              video_token_id=checkpoint.video_token_id, merge_size=merge)
-    hashes = request.images or (b"",) * len(request.grids)
-    rows = mrope_rules.placeholders(request.tokens, checkpoint.image_token_id, checkpoint.video_token_id)
-    found, at = [], 0
-    for content_hash, grid in zip(hashes, request.grids, strict=True):
-        count = mrope_rules.merged_tokens(grid, merge)
-        if grid.t > 1 and content_hash:  # the same frames at another rate have other positions
-            content_hash += struct.pack("<d", grid.t_step)
-        found.append(PictureRows(start=int(rows[at]), count=count, content_hash=content_hash))
-        at += count
-    return tuple(found)
+    return cache_keys.picture_rows(
+        request.tokens, request.grids, request.images or (b"",) * len(request.grids), merge_size=merge,
+        image_token_id=checkpoint.image_token_id, video_token_id=checkpoint.video_token_id)
 
 
 def block_keys(request: GenerationRequest, checkpoint: Checkpoint, block_size: int) -> list[bytes] | None:

@@ -89,12 +89,19 @@ class Scheduler:
         """True if a sequence waits for steps (a step may still find that none can run now)."""
         return bool(self._of[State.WAITING] or self._of[State.COMPUTING] or self._of[State.DECODING])
 
+    @property
+    def waiting_tokens(self) -> int:
+        """Of prompts, those that no step has begun to compute, without what was cached of them when they came."""
+        return sum(_left(one) - (one.cached if state is State.WAITING else 0)
+                   for state in (State.WAITING, State.COMPUTING) for one in self._of[state].values())
+
     # Coming in -------------------------------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
         """Queue a prompt."""
         assert sequence.state is State.WAITING, "only a new sequence can be queued"
         self._arrivals += 1
+        sequence.cached = self.memory.cached_tokens(sequence)
         sequence.number = self._arrivals
         self._of[State.WAITING][_key(sequence)] = sequence
         self._requests[sequence.id] = [sequence]
@@ -337,9 +344,7 @@ class Scheduler:
                 self.end(branch)
                 continue
             self.memory.branch(sequence, branch)
-            branch.matcher = sequence.matcher.copy() if sequence.matcher is not None else None
-            branch.append(event.token)
-            branch.started_at, branch.last_token_at = sequence.started_at, now
+            branch.begin_as(sequence, event.token)
             self._move(branch, State.DECODING)
         sequence.choices = sequence.choices[:1]
         sequence.append(tokens[0])

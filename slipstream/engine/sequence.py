@@ -95,6 +95,8 @@ class Timing:
     """Submitted to first chunk scheduled; 0 for a sequence whose prompt was computed elsewhere."""
     compute_seconds: float
     """First chunk scheduled (or committed) to the last token so far."""
+    cached_tokens: int = 0
+    """Of its prompt, those that were here when its memory was taken."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -124,7 +126,7 @@ class Sequence:
     drafts: tuple[int, ...] = ()
     """What may follow its last token, from the step before."""
     cached: int = 0
-    """Tokens that were here when its memory was taken."""
+    """Tokens that were here when its memory was taken; before that, when it came."""
     snapshot_at: tuple[int, ...] = ()
     """Lengths of the prompt, whole blocks, after which a snapshot of the states would be found by others."""
     computed: int = 0
@@ -215,9 +217,16 @@ class Sequence:
         if self.matcher is not None:
             self.matcher.accept(token)
 
+    def begin_as(self, other: Sequence, token: int) -> None:
+        """It has been as `other` so far, and goes on with a token of its own."""
+        self.matcher = other.matcher.copy() if other.matcher is not None else None
+        self.started_at, self.last_token_at = other.started_at, other.last_token_at
+        self.append(token)
+
     def timing(self) -> Timing:
         """Seconds so far; zeros for what has not begun."""
         if self.started_at is None:
             return Timing(queue_seconds=0.0, compute_seconds=0.0)
         last = self.started_at if self.last_token_at is None else self.last_token_at
-        return Timing(queue_seconds=self.started_at - self.submitted_at, compute_seconds=last - self.started_at)
+        return Timing(queue_seconds=self.started_at - self.submitted_at, compute_seconds=last - self.started_at,
+                      cached_tokens=self.cached)

@@ -49,6 +49,11 @@ class RouterMetrics:
         self.decode_retries = counter("slipstream_router_decode_retries", "Decode attempts beyond the first.",
                                       registry=registry)
 
+        self.local_prefills = counter("slipstream_router_local_prefills", "Runs whose prompt decode computed, by why.",
+                                      ("reason",), registry=registry)
+        self.prefix_keys = Gauge("slipstream_router_prefix_keys", "Blocks in the index of what workers have cached.",
+                                 registry=registry)
+
     def exposition(self) -> bytes:
         """Prometheus text."""
         return generate_latest(self.registry)

@@ -47,6 +47,7 @@ class WorkerMetrics:
         self._gauges()
         self._counters = {
             "steps": self._counter("steps", "Engine steps."),
+            "step_tokens": self._counter("step_tokens", "Tokens that went through the model in engine steps."),
             "step_seconds": self._counter("step_seconds", "Time inside engine steps."),
             "prompt_tokens": self._counter("prompt_tokens", "Of prompts that got their memory here to be computed, cached ones "
                                            "included: the prefix cache's queries."),

@@ -149,10 +149,11 @@ def image_from_pb(image: pb.Image) -> tuple[bytes, Grid]:
     return image.content_hash, Grid(t=image.grid_t, h=image.grid_h, w=image.grid_w, t_step=image.t_step or 1.0)
 
 
-def load_to_pb(load: EngineLoad, *, draining: bool) -> pb.Load:
+def load_to_pb(load: EngineLoad, *, draining: bool, tokens_per_second: float = 0.0) -> pb.Load:
     """A replica's load for the wire."""
     return pb.Load(waiting=load.waiting, running=load.running, parked=load.parked, free_blocks=load.free_blocks,
-                   free_state_slots=load.free_state_slots, draining=draining)
+                   free_state_slots=load.free_state_slots, draining=draining, waiting_tokens=load.waiting_tokens,
+                   tokens_per_second=tokens_per_second)
 
 
 def error_code(error: SlipstreamError) -> pb.ErrorCode.ValueType:

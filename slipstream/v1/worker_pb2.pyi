@@ -139,6 +139,10 @@ class WorkerInfo(_message.Message):
     PIPELINE_PARALLEL_FIELD_NUMBER: _builtins.int
     METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
     CHANNELS_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    KV_BYTES_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    STATE_BYTES_FIELD_NUMBER: _builtins.int
+    COMPUTES_PROMPTS_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     epoch: _builtins.int
     """differs after every restart of the gang"""
@@ -163,6 +167,14 @@ class WorkerInfo(_message.Message):
     pipeline_parallel: _builtins.int
     metrics_address: _builtins.str
     """host:port that serves GET /metrics; empty: none"""
+    host: _builtins.str
+    """the machine it runs on; replicas of equal hosts share memory; empty: not told"""
+    kv_bytes_per_token: _builtins.int
+    """of all ranks together, as they travel; 0: not told"""
+    state_bytes: _builtins.int
+    """of one sequence's recurrent states"""
+    computes_prompts: _builtins.bool
+    """decode only: it takes a Submit that is `local`"""
     @_builtins.property
     def cache_store_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """one per rank, in rank order"""
@@ -194,10 +206,14 @@ class WorkerInfo(_message.Message):
         pipeline_parallel: _builtins.int = ...,
         metrics_address: _builtins.str = ...,
         channels: _abc.Iterable[_builtins.str] | None = ...,
+        host: _builtins.str = ...,
+        kv_bytes_per_token: _builtins.int = ...,
+        state_bytes: _builtins.int = ...,
+        computes_prompts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cache_store_addresses", b"cache_store_addresses", "channels", b"channels", "compatibility_hash", b"compatibility_hash", "device", b"device", "draining", b"draining", "dtype", b"dtype", "epoch", b"epoch", "max_context", b"max_context", "max_running", b"max_running", "metrics_address", b"metrics_address", "model_name", b"model_name", "pid", b"pid", "pipeline_parallel", b"pipeline_parallel", "replica_id", b"replica_id", "role", b"role", "tensor_parallel", b"tensor_parallel", "total_blocks", b"total_blocks", "total_state_slots", b"total_state_slots", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "cache_store_addresses", b"cache_store_addresses", "channels", b"channels", "compatibility_hash", b"compatibility_hash", "computes_prompts", b"computes_prompts", "device", b"device", "draining", b"draining", "dtype", b"dtype", "epoch", b"epoch", "host", b"host", "kv_bytes_per_token", b"kv_bytes_per_token", "max_context", b"max_context", "max_running", b"max_running", "metrics_address", b"metrics_address", "model_name", b"model_name", "pid", b"pid", "pipeline_parallel", b"pipeline_parallel", "replica_id", b"replica_id", "role", b"role", "state_bytes", b"state_bytes", "tensor_parallel", b"tensor_parallel", "total_blocks", b"total_blocks", "total_state_slots", b"total_state_slots", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -209,25 +225,92 @@ class RouterMessage(_message.Message):
 
     SUBMIT_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
+    WATCH_CACHE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def submit(self) -> Global___Submit: ...
     @_builtins.property
     def cancel(self) -> Global___Cancel: ...
+    @_builtins.property
+    def watch_cache(self) -> Global___WatchCache: ...
     def __init__(
         self,
         *,
         submit: Global___Submit | None = ...,
         cancel: Global___Cancel | None = ...,
+        watch_cache: Global___WatchCache | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "message", b"message", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "message", b"message", "submit", b"submit", "watch_cache", b"watch_cache"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "message", b"message", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "message", b"message", "submit", b"submit", "watch_cache", b"watch_cache"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["submit", "cancel"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["submit", "cancel", "watch_cache"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___RouterMessage: _TypeAlias = RouterMessage  # noqa: Y015
+
+@_typing.final
+class WatchCache(_message.Message):
+    """Tell what the prefix cache holds now, and every change from now on. Sent once a Session by a router that routes by prefixes,
+    and again when it missed a number of CacheChanges: that is the replay.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchCache: _TypeAlias = WatchCache  # noqa: Y015
+
+@_typing.final
+class CacheChanges(_message.Message):
+    """What became of blocks of the prefix cache, by the first 8 bytes (little-endian) of their keys. Each key is told as it is now,
+    whatever was told of it before; a key that came and went between two messages may be left out.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    RESET_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    SNAPSHOTS_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """one more than that of the message before, within the Session; the first after a WatchCache is `reset`"""
+    reset: _builtins.bool
+    """all that was told before is void; what is here follows in this message and the next ones"""
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """here, without a state snapshot at their ends"""
+
+    @_builtins.property
+    def snapshots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """here, with one"""
+
+    @_builtins.property
+    def removed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        reset: _builtins.bool = ...,
+        blocks: _abc.Iterable[_builtins.int] | None = ...,
+        snapshots: _abc.Iterable[_builtins.int] | None = ...,
+        removed: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "number", b"number", "removed", b"removed", "reset", b"reset", "snapshots", b"snapshots"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CacheChanges: _TypeAlias = CacheChanges  # noqa: Y015
 
 @_typing.final
 class Sampling(_message.Message):
@@ -347,6 +430,7 @@ class Submit(_message.Message):
     OUTPUT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    LOCAL_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """the router's number for this request; unique within the Session"""
@@ -365,6 +449,8 @@ class Submit(_message.Message):
     """lower goes first; 0 is usual"""
     cache_salt: _builtins.str
     """requests of different salts share no cached block"""
+    local: _builtins.bool
+    """decode only: compute the prompt here too; there is no prefill leg, no image and no prefill address"""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """the prompt, image placeholders expanded"""
@@ -420,11 +506,12 @@ class Submit(_message.Message):
         output: _abc.Iterable[_builtins.int] | None = ...,
         priority: _builtins.int = ...,
         cache_salt: _builtins.str = ...,
+        local: _builtins.bool = ...,
         grammar: Global___Grammar | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["grammar", b"grammar", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "choices", b"choices", "grammar", b"grammar", "handle", b"handle", "ignore_eos", b"ignore_eos", "images", b"images", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "output", b"output", "prefill_addresses", b"prefill_addresses", "prefill_epoch", b"prefill_epoch", "priority", b"priority", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "tokens", b"tokens", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "choices", b"choices", "grammar", b"grammar", "handle", b"handle", "ignore_eos", b"ignore_eos", "images", b"images", "local", b"local", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "output", b"output", "prefill_addresses", b"prefill_addresses", "prefill_epoch", b"prefill_epoch", "priority", b"priority", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "tokens", b"tokens", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -540,6 +627,7 @@ class StepReport(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
     COMPUTED_FIELD_NUMBER: _builtins.int
+    CACHE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def handle(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -570,6 +658,10 @@ class StepReport(_message.Message):
     def computed(self) -> _containers.RepeatedCompositeFieldContainer[Global___Finished]:
         """before the tokens above: of prefill legs whose end, after the hand-off, may come too late"""
 
+    @_builtins.property
+    def cache(self) -> Global___CacheChanges:
+        """for a router that watches, with or without rows"""
+
     def __init__(
         self,
         *,
@@ -584,10 +676,11 @@ class StepReport(_message.Message):
         logprobs: _abc.Iterable[Global___Logprobs] | None = ...,
         finish: _abc.Iterable[Global___FinishReason.ValueType] | None = ...,
         computed: _abc.Iterable[Global___Finished] | None = ...,
+        cache: Global___CacheChanges | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choice", b"choice", "computed", b"computed", "failed", b"failed", "finish", b"finish", "finished", b"finished", "handle", b"handle", "index", b"index", "load", b"load", "logprobs", b"logprobs", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache", b"cache", "choice", b"choice", "computed", b"computed", "failed", b"failed", "finish", b"finish", "finished", b"finished", "handle", b"handle", "index", b"index", "load", b"load", "logprobs", b"logprobs", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -738,6 +831,8 @@ class Load(_message.Message):
     FREE_BLOCKS_FIELD_NUMBER: _builtins.int
     FREE_STATE_SLOTS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    WAITING_TOKENS_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     waiting: _builtins.int
     """requests"""
     running: _builtins.int
@@ -745,6 +840,10 @@ class Load(_message.Message):
     free_blocks: _builtins.int
     free_state_slots: _builtins.int
     draining: _builtins.bool
+    waiting_tokens: _builtins.int
+    """of prompts: not computed yet"""
+    tokens_per_second: _builtins.float
+    """through the model while it works; 0: not measured yet"""
     def __init__(
         self,
         *,
@@ -754,10 +853,12 @@ class Load(_message.Message):
         free_blocks: _builtins.int = ...,
         free_state_slots: _builtins.int = ...,
         draining: _builtins.bool = ...,
+        waiting_tokens: _builtins.int = ...,
+        tokens_per_second: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "free_blocks", b"free_blocks", "free_state_slots", b"free_state_slots", "parked", b"parked", "running", b"running", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "free_blocks", b"free_blocks", "free_state_slots", b"free_state_slots", "parked", b"parked", "running", b"running", "tokens_per_second", b"tokens_per_second", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

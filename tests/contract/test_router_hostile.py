@@ -15,10 +15,10 @@ import grpc
 import pytest
 
 from router.dispatch import Row
+from router.link import WorkerLink
 from router.openai import chat_request
 from router.prompt import PictureBytes, PromptBuilder, Share
 from router.service import PROMPT_THREADS
-from router.workers import WorkerLink
 from slipstream.checkpoint import DEMO
 from slipstream.config import RouterConfig
 from slipstream.errors import CancelledError, SlipstreamError

@@ -8,8 +8,8 @@ import socket
 
 import pytest
 
-from router import workers
-from router.workers import WorkerLink
+from router import link as links
+from router.link import WorkerLink
 from slipstream.types import Role
 from tests.support.fake_workers import FakeWorker, Script
 
@@ -39,8 +39,8 @@ async def test_a_worker_that_loads_is_waited_for_and_one_that_stays_away_warned_
                                                                                   caplog: pytest.LogCaptureFixture,
                                                                                   stays_away: bool) -> None:
     told = Told()
-    monkeypatch.setattr(workers.logger, "handlers", [told])
-    caplog.set_level(logging.INFO, workers.logger.name)
+    monkeypatch.setattr(links.logger, "handlers", [told])
+    caplog.set_level(logging.INFO, links.logger.name)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -48,7 +48,7 @@ async def test_a_worker_that_loads_is_waited_for_and_one_that_stays_away_warned_
     wanted = [("INFO", f"waiting for the worker at {address}")]
     assert await told.until(1) == wanted
     if stays_away:
-        monkeypatch.setattr(workers, "PATIENCE_SECONDS", 0.0)
+        monkeypatch.setattr(links, "PATIENCE_SECONDS", 0.0)
         wanted.append(("WARNING", f"the worker at {address} cannot be used: nothing listens there"))
         assert await told.until(2) == wanted
     worker = FakeWorker(Script(), Role.PREFILL)

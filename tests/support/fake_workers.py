@@ -75,7 +75,8 @@ class Seen:
 
     def output(self, choice: int = 0) -> tuple[int, ...]:
         """All tokens that the client should get of a choice, if it goes well."""
-        return self._planned(choice)[: self.submits[Role.PREFILL][0].max_tokens] if self.submits[Role.PREFILL] else ()
+        submits = self.submits[Role.PREFILL] or self.submits[Role.DECODE]
+        return self._planned(choice)[: submits[0].max_tokens] if submits else ()
 
     def finish(self, choice: int, index: int) -> FinishReason | None:
         """Why output `index` is the last one of a choice, if it is."""
@@ -140,7 +141,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.info = pb.WorkerInfo(
             replica_id=f"{role.value}-0", epoch=1, role=convert.role_to_pb(role), model_name="demo_model", pid=1,
             compatibility_hash="same", block_size=16, total_blocks=4096, total_state_slots=64, max_context=1 << 20,
-            max_running=64,
+            max_running=64, computes_prompts=role is Role.DECODE,
             version="0", device="cpu", dtype="float32", tensor_parallel=1, pipeline_parallel=1,
         )
         self.info.MergeFrom(pb.WorkerInfo(**info))
@@ -154,6 +155,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         """True: nothing is said any more, as by a stopped process."""
         self._server: grpc.aio.Server | None = None
         self._queues: set[Queue] = set()
+        self.cached: set[int] = set()
+        """Short keys of blocks, all with snapshots; `number` is that of the last message about them."""
+        self.number = 1
+        self.watches = 0
+        """How often a router asked for all of them."""
 
     async def start(self, address: str = "127.0.0.1:0") -> None:
         """Listen; `address` says where afterwards."""
@@ -253,13 +259,17 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         legs: dict[tuple[int, int], asyncio.Task[None]],
     ) -> None:
         async for message in messages:
-            if message.WhichOneof("message") == "submit":
+            if message.WhichOneof("message") == "watch_cache":
+                self.watches += 1
+                queue.put_nowait(pb.WorkerMessage(step=pb.StepReport(cache=pb.CacheChanges(
+                    number=self.number, reset=True, snapshots=sorted(self.cached)))))
+            elif message.WhichOneof("message") == "submit":
                 submit = message.submit
                 self.submits.append(submit)
                 seen = self.script.see(submit.request_id)
                 seen.submits[self.role].append(submit)
                 seen.workers[self.role].append(self.info.replica_id)
-                work = self._prefill if self.role is Role.PREFILL else self._decode
+                work = self._prefill if self.role is Role.PREFILL else self._local if submit.local else self._decode
                 legs[submit.handle, submit.attempt] = asyncio.create_task(work(submit, seen, queue))
                 self.script.by_handle[self.role, submit.handle] = seen
             else:
@@ -291,6 +301,22 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             return
         await transfer.taken.wait()
         _finish(queue, submit, stats, handed_off=True)
+
+    async def _local(self, submit: pb.Submit, seen: Seen, queue: Queue) -> None:
+        """Both halves."""
+        plan, base = seen.plan, len(submit.output)
+        if len(seen.submits[Role.DECODE]) <= plan.busy:
+            _fail(queue, submit, pb.ERROR_CODE_BUSY)
+            return
+        for index in range(base, len(seen.output())):
+            if plan.decode_error is not None and index >= plan.error_at and seen.fails():
+                _fail(queue, submit, plan.decode_error)
+                return
+            await _hold(seen, index)
+            self._tokens(queue, submit, seen, [(choice, index) for choice in _choices(submit)])
+            await asyncio.sleep(0)
+        stats = pb.LegStats(queue_seconds=0.25, compute_seconds=2.0, cached_tokens=len(submit.tokens) // 2)
+        _finish(queue, submit, stats, handed_off=False)
 
     async def _decode(self, submit: pb.Submit, seen: Seen, queue: Queue) -> None:
         plan, transfer, base = seen.plan, self.script.transfers.setdefault(submit.transfer_id, Transfer()), len(submit.output)

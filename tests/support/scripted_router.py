@@ -81,7 +81,7 @@ class Front:
         """Of the same router."""
         self.model = MODEL
 
-    def start(self, workers: Sequence[str], *overrides: str, directory: str = "") -> ChildProcess:
+    def start(self, workers: Sequence[str], *overrides: str, directory: str = "", dns: str = "") -> ChildProcess:
         """A router process; `url` is its."""
         command = [sys.executable, "-m", "router", "--exit-with-parent", "--log-level", "info"]
         for override in ("router.port=0", f"model.served_name={self.model}", *overrides):
@@ -90,6 +90,8 @@ class Front:
             command += ["--worker", address]
         if directory:
             command += ["--directory", directory]
+        if dns:
+            command += ["--worker-dns", dns]
         name = f"router-{len(self._started)}"
         child = ChildProcess(name, command, {**os.environ, "OMP_NUM_THREADS": "1"}, self._folder / f"{name}.log")
         self._started.append(child)

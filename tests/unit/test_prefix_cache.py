@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.block_hash import PictureRows, prompt_keys
+from slipstream.cache_keys import short
 from slipstream.engine.block_pool import BlockPool
 from slipstream.engine.ledger import Owner, OwnerKind
 from slipstream.engine.prefix_cache import PrefixCache
@@ -221,3 +222,41 @@ def test_blocks_are_never_lost_nor_read_after_they_went(seed: int, enabled: bool
     for _, blocks in held.values():
         cache.unpin(blocks)
     assert cache.available == 10
+
+
+# Telling ---------------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 1 << 32))
+@settings(max_examples=300, deadline=None)
+def test_changes_add_up_to_what_can_be_found(seed: int) -> None:
+    """Blocks and snapshots come, go and are replaced; who hears every change knows what is here, also after too many to tell
+    apart."""
+    chance = random.Random(seed)
+    cache, heard, held = make(6, 2), dict[int, int](), list[tuple[int, ...]]()
+    for number in range(60):
+        keys = prompt_keys([chance.randrange(3) for _ in range(4 * chance.randint(1, 3))], 4)
+        if held and chance.random() < 0.5:
+            cache.unpin(held.pop(chance.randrange(len(held))))
+        elif len(keys) <= cache.available:
+            held.append(shared(cache, keys, str(number)))
+            if (slot := cache.snapshot_slot(keys[-1])) is not None:
+                cache.keep(keys[-1], slot, passing=chance.random() < 0.5)
+        if chance.random() < 0.3 and (changes := cache.changes()) is not None:
+            heard = {} if changes.whole else heard
+            heard |= changes.levels
+    if (changes := cache.changes()) is not None:
+        heard = {} if changes.whole else heard
+        heard |= changes.levels
+    assert cache.changes() is None
+    right = dict.fromkeys(short(list(cache._by_key)), 1) | dict.fromkeys(short(list(cache._states)), 2)
+    assert {key: level for key, level in heard.items() if level} == right
+
+
+def test_more_changes_than_the_cache_is_large_are_told_as_a_whole() -> None:
+    cache = make(2, 0)
+    for number in range(6):
+        cache.unpin(shared(cache, prompt_keys([number] * 4, 4), str(number)))
+    changes = cache.changes()
+    assert changes is not None
+    assert (changes.whole, set(changes.levels.values()), len(changes.levels)) == (True, {1}, 2)

@@ -306,8 +306,9 @@ def test_a_choice_that_is_over_is_not_resumed() -> None:
 class _Workers:
     """Legs that behave as they like: late, early, doubled, failing at any moment, but never with a wrong token."""
 
-    def __init__(self, lengths: Sequence[int], chance: random.Random, faults: float) -> None:
-        self.lengths, self.chance, self.faults = lengths, chance, faults
+    def __init__(self, lengths: Sequence[int], chance: random.Random, faults: float, local: float) -> None:
+        """`local`: share of the runs whose prompt decode computes."""
+        self.lengths, self.chance, self.faults, self.local = lengths, chance, faults, local
         self.legs: dict[tuple[int, Role, int], list[list[Row]]] = {}
         self.submits: dict[tuple[int, Role, int], Submit] = {}
         self.gone: set[tuple[int, Role, int]] = set()
@@ -331,7 +332,7 @@ class _Workers:
     def plan(self, submit: Submit) -> list[list[Row]]:
         base = len(submit.output)
         rows = [row(index, choice, index == self.lengths[choice] - 1) for choice in submit.choices
-                for index in range(base, self.lengths[choice]) if (index == base) is (submit.role is P)]
+                for index in range(base, self.lengths[choice]) if submit.local or (index == base) is (submit.role is P)]
         rows += self.chance.sample(rows, len(rows) // 3)
         self.chance.shuffle(rows)
         cut = self.chance.randint(1, 3)
@@ -347,7 +348,8 @@ class _Workers:
         speaking = [key for key in self.legs if key not in self.gone]
         if self.todo and (not speaking or self.chance.random() < 0.3):
             waited = self.todo.pop(self.chance.randrange(len(self.todo)))
-            return dispatch.retry(waited.run) if isinstance(waited, RetryDecode) else dispatch.begin(waited.run)
+            return dispatch.retry(waited.run) if isinstance(waited, RetryDecode) else dispatch.begin(
+                waited.run, local=self.chance.random() < self.local)
         run, role, attempt = key = self.chance.choice(speaking)
         if self.chance.random() < self.faults:
             self.gone.add(key)
@@ -363,12 +365,13 @@ class _Workers:
         return dispatch.finished(run, role, attempt, STATS, handed_off=role is P and goes_on)
 
 
-@given(st.lists(st.integers(1, 7), min_size=1, max_size=3), st.integers(0, 1 << 32), st.sampled_from([0.0, 0.1, 0.3]))
+@given(st.lists(st.integers(1, 7), min_size=1, max_size=3), st.integers(0, 1 << 32), st.sampled_from([0.0, 0.1, 0.3]),
+       st.sampled_from([0.0, 0.5]))
 @settings(max_examples=2000, deadline=None)  # by a seed: drawing every choice from hypothesis is ten times slower
 def test_every_choice_gets_its_tokens_once_and_in_order_or_the_request_fails(
-        lengths: list[int], seed: int, faults: float) -> None:
-    workers, dispatch = _Workers(lengths, random.Random(seed), faults), Dispatch(range(len(lengths)), max_resumes=3)
-    actions = dispatch.start()
+        lengths: list[int], seed: int, faults: float, local: float) -> None:
+    workers, dispatch = _Workers(lengths, random.Random(seed), faults, local), Dispatch(range(len(lengths)), max_resumes=3)
+    actions = dispatch.start(local=workers.chance.random() < local)
     workers.take(actions)
     for _ in range(2000):
         if dispatch.over:

@@ -15,9 +15,14 @@ from prometheus_client import CollectorRegistry
 
 from router.dispatch import Row
 from router.generate import Bounds, GenerateRequest, Generation, Times
+from router.link import LegSink
 from router.policy import Replica
 from router.prompt import Prompt
-from router.workers import LegSink, Workers
+from router.routing import Routing
+from router.workers import Workers
+from slipstream import checkpoint
+from slipstream.checkpoint import DEMO
+from slipstream.config import RouterConfig
 from slipstream.errors import BusyError, UnavailableError
 from slipstream.observability.metrics import RouterMetrics
 from slipstream.types import Role, SamplingParams, StopParams
@@ -59,7 +64,7 @@ class Link:
             raise UnavailableError(f"{self.name} is not connected")
         return worker_pb2.WorkerInfo(cache_store_addresses=[self.name])
 
-    def submit(self, message: worker_pb2.Submit, sink: LegSink) -> None:
+    def submit(self, message: worker_pb2.Submit, sink: LegSink, tokens: int) -> None:
         if self.name in self.links.refusing:
             raise UnavailableError(f"{self.name} takes nothing")
         self.links.sinks[self.name] = sink
@@ -73,7 +78,9 @@ def generation(links: Links, max_resumes: int, choices: int = 1) -> Generation:
     request = GenerateRequest(id="r", prompt=Prompt(tokens=(1, 2), field="prompt"), deadline=time.monotonic() + 10,
                               sampling=SamplingParams(temperature=0, seed=1), stop=StopParams(max_tokens=4), choices=choices)
     numbers: Callable[[], int] = partial(next, itertools.count(1))
-    return Generation(request, cast(Workers, cast(Any, links)), RouterMetrics(CollectorRegistry()), Times(arrived=0.0), numbers,
+    metrics = RouterMetrics(CollectorRegistry())
+    routing = Routing(RouterConfig(), checkpoint.read(DEMO), metrics)
+    return Generation(request, cast(Workers, cast(Any, links)), routing, metrics, Times(arrived=0.0), numbers,
                       Bounds(unread_bytes=1000, max_resumes=max_resumes, resume_wait_seconds=0.2))
 
 

@@ -373,9 +373,9 @@ async def test_an_engine_that_hangs_is_a_dead_one(monkeypatch: pytest.MonkeyPatc
     answers = asyncio.Event()
     answers.set()
 
-    async def call(fn: object) -> tuple[EngineLoad, EngineCounters]:
+    async def call(fn: object) -> tuple[EngineLoad, EngineCounters, None]:
         await answers.wait()
-        return load, EngineCounters()
+        return load, EngineCounters(), None
 
     replica = cast(Replica, SimpleNamespace(capacity=load, call=call))
     service = WorkerService(Identity(replica_id="x", epoch=1, role=Role.PREFILL), replica, rig.role)

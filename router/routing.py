@@ -1,0 +1,90 @@
+"""Chooses replicas for a request's runs: asks the policy, with what the index knows of the prompt. Knows no connection."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from router.explain import Trace, Traces
+from router.policies import Decision, Question, choose
+from router.policy import Replica, missing
+from router.prefix_index import BYTES_A_KEY, PrefixIndex
+from router.prompt import Prompt
+from slipstream import block_hash, cache_keys
+from slipstream.block_hash import PictureRows
+from slipstream.checkpoint import Checkpoint
+from slipstream.config import RouterConfig
+from slipstream.observability.metrics import RouterMetrics
+
+INDEXED = ("prefix", "auto")
+"""Policies that want to know what caches hold."""
+
+
+@dataclass(kw_only=True)
+class Wanted:
+    """What routing knows of a request."""
+
+    prompt: Prompt
+    salt: str
+    choices: int
+    trace: Trace
+    pictures: tuple[PictureRows, ...] = ()
+    keys: list[int] = field(default_factory=list)
+    """Of the last run that was placed."""
+
+
+class Routing:
+    """One per router."""
+
+    def __init__(self, config: RouterConfig, checkpoint: Checkpoint, metrics: RouterMetrics) -> None:
+        self._policy = config.policy
+        self._config = config.routing
+        self._local = config.empty_prefill_pool == "local"
+        self._checkpoint = checkpoint
+        self._metrics = metrics
+        self.index = (PrefixIndex(self._config.index_bytes // BYTES_A_KEY, self._config.predict_seconds)
+                      if config.policy in INDEXED else None)
+        """None: this policy asks no cache."""
+        if self.index is not None:
+            metrics.prefix_keys.set_function(self.index.__len__)
+        self.traces = Traces(self._config.decisions)
+
+    def missing(self, replicas: Sequence[Replica]) -> str:
+        """Why no request could be served, or empty."""
+        return missing(replicas, local=self._local)
+
+    def wanted(self, id: str, prompt: Prompt, salt: str, choices: int) -> Wanted:
+        """A request comes."""
+        vision, pictures = self._checkpoint.vision, prompt.pictures
+        rows = () if vision is None or not pictures else cache_keys.picture_rows(
+            prompt.tokens, [one.grid for one in pictures], [one.content_hash for one in pictures],
+            image_token_id=self._checkpoint.image_token_id, video_token_id=self._checkpoint.video_token_id,
+            merge_size=vision.merge_size)
+        return Wanted(prompt=prompt, salt=salt, choices=choices, pictures=rows,
+                      trace=self.traces.begin(id, len(prompt.tokens), time.monotonic()))
+
+    def place(self, wanted: Wanted, replicas: Sequence[Replica], *, turn: int, not_now: Collection[str] = (),
+              output: tuple[int, ...] = ()) -> Decision:
+        """Choose for a run; its prompt counts as cached there from now on. Raises UnavailableError saying what is missing."""
+        tokens, index = wanted.prompt.tokens + output, self.index
+        hits = {}
+        if index is not None and replicas and (size := replicas[0].block_size):
+            wanted.keys = cache_keys.short(block_hash.prompt_keys(tokens, size, salt=wanted.salt, pictures=wanted.pictures))
+            hits = dict(index.match(wanted.keys, (len(tokens) - 1) // size))
+        question = Question(tokens=len(tokens), turn=turn, text_only=not wanted.prompt.pictures, choices=wanted.choices,
+                            hits=hits, not_now=not_now)
+        decision = choose(replicas, question, self._policy, self._config, local=self._local)
+        now = time.monotonic()
+        wanted.trace.decided(now, decision)
+        if decision.local:
+            self._metrics.local_prefills.labels(decision.local).inc()
+        self.goes_to(wanted, decision.prefill, now)
+        self.goes_to(wanted, decision.decode, now)
+        return decision
+
+    def goes_to(self, wanted: Wanted, replica: Replica | None, now: float) -> None:
+        """A replica will soon hold the prompt."""
+        if self.index is not None and replica is not None and wanted.keys:
+            computable = (len(wanted.prompt.tokens) - 1) // replica.block_size
+            self.index.predict(wanted.keys, (replica.id,), now, snapshot=computable if replica.needs_snapshots else 0)
