@@ -148,13 +148,14 @@ class PrefixCache:
         if not self._snapshots.free:
             if not self._states:
                 return None  # all of them are being written
-            old, slot = self._states.popitem(last=False)
-            self.drop(slot)
+            old, gone = self._states.popitem(last=False)
+            self.drop(gone)
             self._note(old)
         taken = self._snapshots.take(CACHE)
         assert taken is not None, "one is free"
-        self._written.add(taken)
-        return taken
+        (slot,) = taken
+        self._written.add(slot)
+        return slot
 
     def keep(self, key: bytes, slot: int, *, passing: bool) -> None:
         """The slot holds the state now. `passing`: one of a long prompt's many, the first to go."""
@@ -170,7 +171,7 @@ class PrefixCache:
     def drop(self, slot: int) -> None:
         """The slot will not be needed."""
         self._written.discard(slot)
-        self._snapshots.give_back(slot, CACHE)
+        self._snapshots.give_back((slot,), CACHE)
 
     # Telling ------------------------------------------------------------------------------------------------------------
 
