@@ -86,12 +86,12 @@ class DecodeWorker:
         """On the engine thread: queue a prompt that is computed here. Raises BusyError if it would have to wait for memory
         behind what runs and what is queued: another replica may have it. Each running sequence keeps a block to grow into."""
         load, now, name, config = engine.load(), time.monotonic(), job.submit.transfer_id, self._replica.config.engine
-        choices = len(job.request.choices)
-        need = Need(blocks=engine.demand(job.request), slots=choices * engine.slots_of_choice)
+        choices, slots = len(job.request.choices), engine.slots_of_choice
+        need = Need(blocks=engine.demand(job.request), slots=choices * slots)
         busy, ahead = self._admission.ask(name, need, load, now), load.running + load.waiting
         blocks = need.blocks + load.running + -(-load.waiting_tokens // config.block_size)
         full = ahead + choices > config.max_running or blocks > load.free_blocks or (
-            load.total_state_slots and need.slots + load.waiting > load.free_state_slots)
+            load.total_state_slots and need.slots + load.waiting * slots > load.free_state_slots)
         if busy is None and ahead and full:
             busy = self._admission.refused(name, need, load, now)
         if busy is not None:

@@ -13,8 +13,8 @@ from slipstream.errors import ConfigError
 from slipstream.types import Role
 
 NAMES = {"transfer.channel": ("auto", "local", "rdma", "grpc"), "transfer.rdma.engine": ("auto", "nixl", "mooncake"),
-         "engine.kv_dtype": ("auto", "fp8_e4m3"), "engine.state_dtype": ("float32", "bfloat16"),
-         "router.policy": POLICIES, "router.empty_prefill_pool": EMPTY_POOL}
+         "engine.kv_dtype": ("auto", "fp8_e4m3"), "engine.state_dtype": ("float32", "bfloat16"), "router.policy": POLICIES,
+         "router.empty_prefill_pool": EMPTY_POOL}
 """What keys may say that choose one of several by its name."""
 
 _LABEL = re.compile(r"!?(?:in\([\w.-]+(?: *, *[\w.-]+)*\)|[\w.-]+)")

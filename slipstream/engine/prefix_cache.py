@@ -148,8 +148,8 @@ class PrefixCache:
         if not self._snapshots.free:
             if not self._states:
                 return None  # all of them are being written
-            old, slot = self._states.popitem(last=False)
-            self.drop(slot)
+            old, gone = self._states.popitem(last=False)
+            self.drop(gone)
             self._note(old)
         taken = self._snapshots.take(CACHE)
         assert taken is not None, "one is free"

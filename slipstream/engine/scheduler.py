@@ -92,8 +92,8 @@ class Scheduler:
     @property
     def waiting_tokens(self) -> int:
         """Of prompts, those that no step has begun to compute, without what was cached of them when they came."""
-        return sum(_left(one) - (one.cached if state is State.WAITING else 0)
-                   for state in (State.WAITING, State.COMPUTING) for one in self._of[state].values())
+        prompts = self.sequences(State.WAITING, State.COMPUTING)
+        return sum(_left(one) - (one.cached if one.state is State.WAITING else 0) for one in prompts)
 
     # Coming in -------------------------------------------------------------------------------------------------------
 
@@ -101,8 +101,7 @@ class Scheduler:
         """Queue a prompt."""
         assert sequence.state is State.WAITING, "only a new sequence can be queued"
         self._arrivals += 1
-        sequence.cached = self.memory.cached_tokens(sequence)
-        sequence.number = self._arrivals
+        sequence.number, sequence.cached = self._arrivals, self.memory.cached_tokens(sequence)
         self._of[State.WAITING][_key(sequence)] = sequence
         self._requests[sequence.id] = [sequence]
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 from prometheus_client import CollectorRegistry
 
+from router.breaker import Breakers
 from router.dispatch import Row
 from router.generate import Bounds, GenerateRequest, Generation, Times
 from router.link import LegSink
@@ -41,6 +42,7 @@ class Links:
         self.deaf: set[str] = set()
         self.refusing: set[str] = set()
         """Both are seen by the policy; the first are lost, the others take no Submit."""
+        self.breakers = Breakers(0, 0.0, lambda role: None)
 
     def views(self) -> list[Replica]:
         return [Replica(id=name, role=role, compatibility_hash="same") for name, role in self.roles.items()]
