@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from router import structured
+from router import formats, structured
 from router.fields import as_object, boolean, integer, number
 from router.functions import Tools, tools
 from router.messages import checked_message
@@ -182,7 +182,7 @@ def _options(fields: Mapping[str, Any], logprobs: int | None) -> Options:
         model=model, stream=stream, include_usage=_include_usage(fields, stream),
         sampling=_sampling(fields, logprobs), max_tokens=_max_tokens(fields), stop=_stop(fields),
         stop_token_ids=_stop_token_ids(fields), ignore_eos=boolean(fields, "ignore_eos"), min_tokens=_min_tokens(fields),
-        n=_choices(fields), cache_salt=_cache_salt(fields), grammar=structured.grammar_of(form, fields),
+        n=_choices(fields), cache_salt=_cache_salt(fields), grammar=formats.grammar_of(form, fields),
         priority=integer(fields, "priority", -MAX_PRIORITY, MAX_PRIORITY) or 0)
 
 

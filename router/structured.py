@@ -1,4 +1,4 @@
-"""What the form of an answer is asked to be, and the grammar of it. Knows no model, and not whether the grammar can be used."""
+"""What the form of an answer is asked to be. Knows no grammar."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 from router.fields import as_object
 from slipstream.errors import InvalidRequestError
-from slipstream.text import grammar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,14 +48,3 @@ def refuse_tools(structure: Structure | None) -> None:
     if structure is not None:
         raise InvalidRequestError(f"this value of {structure.field} needs calls of a given form, which is not available yet; "
                                   "leave it out", field=structure.field)
-
-
-def grammar_of(structure: Structure | None, fields: Mapping[str, Any]) -> str | None:
-    """As llguidance serialises it; None: the answer is free. Raises InvalidRequestError for what cannot be kept beside it."""
-    if structure is None:
-        return None
-    for name in ("ignore_eos", "min_tokens"):
-        if fields.get(name):
-            raise InvalidRequestError(f"{name} cannot be kept with a {structure.field}, which says where the answer ends",
-                                      field=name)
-    return grammar.json_object() if structure.schema is None else grammar.json_schema(structure.schema)
