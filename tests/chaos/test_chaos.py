@@ -1,6 +1,7 @@
 """A whole deployment under load while three of its processes are killed or stopped: no wrong token, nothing left over.
 
 `CHAOS_SEED` chooses who is hit when, and what is asked; a failure names it. `CHAOS_CHANNEL`: the channel that is sick.
+`CHAOS_DRAFTS`: `speculative.tokens`, of a model with a random layer that drafts.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support import mtp
 from tests.support.command import Command
 from tests.support.traffic import Ask, Choice, Reply, asks, send, until_healthy
 from tests.support.worker_client import pair
 
 SEED = int(os.environ.get("CHAOS_SEED", "0"))
 CHANNEL = os.environ.get("CHAOS_CHANNEL", "grpc")
+DRAFTS = int(os.environ.get("CHAOS_DRAFTS", "0"))
 IN_FLIGHT = 10
 RECOVERY_SECONDS = 60
 REPLICAS = {"prefill": 2, "decode": 2}
@@ -165,6 +168,8 @@ def served(weather: Weather, tmp_path: Path) -> Iterator[Command]:
              for key, value in (("role", role), ("replicas", count), ("cpus", 0.1))]
     settings = [*pools, "router.port=0", "router.cpus=0.1", "ray.unresponsive_seconds=6", f"ray.log_dir={tmp_path / 'logs'}",
                 "router.worker_silence_seconds=3", "transfer.lease_seconds=5", "engine.kv_cache_tokens=6000", *weather.settings]
+    if DRAFTS:
+        settings += [f"speculative.tokens={DRAFTS}", f"model.path={mtp.demo(tmp_path / 'checkpoint')}"]
     command = Command(["serve", *(part for setting in settings for part in ("--set", setting))])
     yield command
     command.clean_up()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -26,14 +25,8 @@ SAMPLES = Samples(CHECKPOINT)
 
 
 
-def drafting(folder: Path) -> Path:
-    """DEMO with a random layer that drafts."""
-    shutil.copytree(DEMO, folder, dirs_exist_ok=True)
-    return mtp.add(folder)
-
-
 MODES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
-    "one token a step": (lambda _: DEMO, []), "drafts": (drafting, ["speculative.tokens=2"])}
+    "one token a step": (lambda _: DEMO, []), "drafts": (mtp.demo, ["speculative.tokens=2"])}
 """How tokens are drawn: a checkpoint that answers as DEMO does, made in an empty folder, and what its workers are told."""
 
 HARD = {"count": [(f"Count {first} to {last}.", ", ".join(map(str, range(first, last + 1))) + ".")

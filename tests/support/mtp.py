@@ -4,6 +4,7 @@ position i, and attends to pairs 0 to i. No pages, no states, no chunks. And its
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slipstream import checkpoint as checkpoints
+from slipstream.checkpoint import DEMO
 from tests.support import oracle
 
 MTP = "mtp."
@@ -50,6 +52,12 @@ def add(folder: Path, seed: int = 0, prefix: str = MTP) -> Path:
         weights[prefix + name] = torch.randn(shape, generator=generator) * scale
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def demo(folder: Path) -> Path:
+    """The demo checkpoint with a random layer that drafts."""
+    shutil.copytree(DEMO, folder, dirs_exist_ok=True)
+    return add(folder)
 
 
 def add_easy(folder: Path) -> Path:
