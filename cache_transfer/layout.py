@@ -14,7 +14,7 @@ from typing import Protocol
 import xxhash
 
 from slipstream.sharding import Geometry, Shard
-from slipstream.types import AttentionLayer, KvScales, LayerSpec
+from slipstream.types import AttentionLayer, DraftLayer, KvScales, LayerSpec
 
 PROTOCOL_VERSION = "3"
 MEMORY_ORDER = "kv[block,head,k|v,token,channel] conv[slot,q|k|v,column] recurrent[slot,value_head,key,value]"
@@ -31,6 +31,8 @@ class Kind(enum.Enum):
     KV = "kv"
     CONV = "conv"
     RECURRENT = "recurrent"
+    HIDDEN = "hidden"
+    """The model's output for the last token, whole on every tensor rank: one head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +90,7 @@ class CacheLayout:
     kv_dtype: str
     """torch's name, which also tells the flavours of FP8 apart: e4m3fn and e4m3fnuz are other numbers by the same bits."""
     conv_dtype: str
+    """The model's own."""
     recurrent_dtype: str = "float32"
     kv_scales: KvScales = ()
     protocol: str = PROTOCOL_VERSION
@@ -119,6 +122,9 @@ class CacheLayout:
             if isinstance(layer, AttentionLayer):
                 found.append(TensorSpec(name=f"{layer.name}.kv", layer=number, kind=Kind.KV,
                                         runs=((layer.kv_heads, layer.head_size * _ITEM_BYTES[self.kv_dtype]),)))
+                if isinstance(layer, DraftLayer):
+                    found.append(TensorSpec(name=f"{layer.name}.hidden", layer=number, kind=Kind.HIDDEN,
+                                            runs=((1, layer.hidden_size * _ITEM_BYTES[self.conv_dtype]),)))
                 continue
             column = (layer.conv_width - 1) * _ITEM_BYTES[self.conv_dtype]
             keys, values = (layer.key_heads, layer.key_head_size * column), (layer.value_heads, layer.value_head_size * column)

@@ -32,7 +32,7 @@ class Need:
 
     blocks: int
     slots: int = 1
-    """State slots, one per choice; they count only for a model that has any."""
+    """State slots, as many for each choice; they count only for a model that has any."""
 
 
 @dataclass(frozen=True, kw_only=True)

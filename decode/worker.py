@@ -80,7 +80,7 @@ class DecodeWorker:
     def _reserve(self, engine: Engine, job: Job) -> Reservation | Busy:
         """On the engine thread: decide and take at once, so that nobody comes between."""
         load, now, name = engine.load(), time.monotonic(), job.submit.transfer_id
-        need = Need(blocks=engine.demand(job.request), slots=len(job.request.choices))
+        need = Need(blocks=engine.demand(job.request), slots=len(job.request.choices) * engine.slots_of_choice)
         if busy := self._admission.ask(name, need, load, now):
             return busy
         reservation = engine.reserve(job.request)

@@ -214,7 +214,7 @@ def _config(path: Path | None, overrides: list[str]) -> Config:
         if settings.ray.address:  # it need not lie on this node
             return settings
         raise
-    check_geometries(settings, checkpoint.read(folder))
+    check_geometries(settings, checkpoint.read(folder, drafts=settings.speculative.tokens > 0))
     return settings
 
 

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from slipstream import typed
-from slipstream.config_access import SecurityConfig
+from slipstream import config_rules, typed
 from slipstream.config_fetch import FetchConfig
 from slipstream.errors import ConfigError
 from slipstream.types import Role
-
-NAMES = {"transfer.channel": ("auto", "local", "rdma", "grpc"), "transfer.rdma.engine": ("auto", "nixl", "mooncake"),
-         "engine.kv_dtype": ("auto", "fp8_e4m3"), "engine.state_dtype": ("float32", "bfloat16")}
-"""What keys may say that choose one of several by its name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +65,15 @@ class EngineConfig:
     running sequence's. 0: prompts of hybrid models are always computed from their start."""
     threads: int = 1
     """Torch threads of a CPU rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """[speculative]: tokens are drafted and several verified in one step; output is the same, decoding is faster."""
+
+    tokens: int = 0
+    """Drafts of a sequence in one step, 0 to 3, by the multi-token prediction of Qwen3.5 and Qwen3-Next checkpoints (`mtp.*`
+    weights); 0: none. Each takes a recurrent-state slot more of a decode replica. 0 on both sides, or on neither."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,6 +231,23 @@ class RayConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SecurityConfig:
+    """[security]: who may talk to our processes over gRPC (docs/security.md); without it, whoever reaches their ports. The
+    files have to lie on every node."""
+
+    token_file: str = ""
+    """File with the token that all processes of the deployment share: 16 printable characters or more, without spaces."""
+    tls_cert: str = ""
+    """PEM file with this node's certificate and its chain. All three of `tls_cert`, `tls_key` and `tls_ca`, or none."""
+    tls_key: str = ""
+    """PEM file with the certificate's private key."""
+    tls_ca: str = ""
+    """PEM file with the authorities that may sign the certificates of peers, servers and clients alike."""
+    tls_server_name: str = ""
+    """The name in the certificates of all processes; empty: each has the address at which it is reached."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DebugConfig:
     """[debug]: switches for finding faults; all are off by default."""
 
@@ -245,6 +264,7 @@ class Config:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     pools: dict[str, PoolConfig] = field(
         default_factory=lambda: {"prefill": PoolConfig(role=Role.PREFILL), "decode": PoolConfig(role=Role.DECODE)}
     )
@@ -290,14 +310,14 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
     for override in overrides:
         typed.assign(data, override)
     config: Config = typed.build(Config, data, "", where)
-    _check(config)
+    config_rules.check(config)
     return config
 
 
 def from_dict(data: Mapping[str, Any]) -> Config:
     """The inverse of `to_dict`, with the same checks as `load`."""
     config: Config = typed.build(Config, data, "", "the configuration")
-    _check(config)
+    config_rules.check(config)
     return config
 
 
@@ -307,7 +327,7 @@ def scaled(config: Config, replicas: Mapping[str, int]) -> Config:
         raise ConfigError(f"there is no pool {min(unknown)!r}; pools: {', '.join(config.pools)}", field="pools")
     pools = {name: dataclasses.replace(pool, replicas=replicas.get(name, pool.replicas)) for name, pool in config.pools.items()}
     result = dataclasses.replace(config, pools=pools)
-    _check(result)
+    config_rules.check(result)
     return result
 
 
@@ -323,66 +343,3 @@ def to_dict(config: Config) -> dict[str, Any]:
 
     result: dict[str, Any] = plain(dataclasses.asdict(config))
     return result
-
-
-_LABEL = re.compile(r"!?(?:in\([\w.-]+(?: *, *[\w.-]+)*\)|[\w.-]+)")
-
-_RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
-    ("at least 1", lambda value: value >= 1,
-     "engine.block_size engine.kv_cache_tokens engine.max_running engine.max_batch_tokens engine.threads engine.growth_tokens "
-     "transfer.frame_bytes router.max_in_flight router.max_video_frames debug.record_bytes "
-     "router.fetch.max_bytes router.fetch.concurrent"),
-    ("at least 0", lambda value: value >= 0,
-     "engine.state_snapshots transfer.image_store_bytes transfer.rdma.quarantine_seconds transfer.faults.delay_seconds "
-     "transfer.faults.stall_at_bytes transfer.faults.bytes_per_second router.fetch.max_redirects"),
-    ("above 0", lambda value: value > 0,
-     "transfer.stall_seconds transfer.lease_seconds transfer.connect_seconds ray.unresponsive_seconds router.fetch.seconds"),
-    ("in (0, 1]", lambda value: 0 < value <= 1, "transfer.parked_fraction"),
-    ("a share, 0 to 1", lambda value: 0 <= value <= 1,
-     "transfer.faults.drop transfer.faults.duplicate transfer.faults.corrupt transfer.faults.cut"),
-    ("0 to 65535", lambda value: 0 <= value < 65536, "router.port"),
-)
-"""What is allowed, the test of it, and the keys."""
-
-
-def _check(config: Config) -> None:
-    """Ranges that a type cannot say."""
-    for role in Role:
-        if not any(pool.role is role and pool.replicas > 0 for pool in config.pools.values()):
-            if own := [name for name, pool in config.pools.items() if pool.role is role]:
-                raise ConfigError(f"pools.{own[0]}.replicas: a deployment needs a {role.value} replica, at least one",
-                                  field=f"pools.{own[0]}.replicas")
-            raise ConfigError(f"no pool has role {role.value}; add one: [pools.{role.value}] role = \"{role.value}\"",
-                              field="pools")
-    for name, pool in config.pools.items():
-        for key, least in {"replicas": 0, "tp": 1, "pp": 1, "cpus": 0.0001, "gpus": 0}.items():
-            if getattr(pool, key) < least:
-                raise ConfigError(f"pools.{name}.{key} must be at least {least}, not {getattr(pool, key):g}",
-                                  field=f"pools.{name}.{key}")
-        for label, selector in pool.labels.items():
-            if not _LABEL.fullmatch(selector):
-                raise ConfigError(f"pools.{name}.labels.{label}: {selector!r} selects no label; write \"a\", \"!a\", "
-                                  "\"in(a,b)\" or \"!in(a,b)\"", field=f"pools.{name}.labels.{label}")
-        if doubled := {"CPU", "GPU"} & pool.resources.keys():
-            field_name = f"pools.{name}.resources"
-            raise ConfigError(f"{field_name}: {min(doubled)} is reserved with cpus and gpus", field=field_name)
-        if name == "router" or not re.fullmatch(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", name):
-            raise ConfigError(f"pools.{name}: a pool's name is made of a-z, 0-9 and inner dashes, and is not `router`; "
-                              "its replicas are called NAME-0, NAME-1 and so on", field="pools")
-    for allowed, holds, paths in _RANGES:
-        for path in paths.split():
-            if not holds(value := attrgetter(path)(config)):
-                raise ConfigError(f"{path} must be {allowed}, not {value:g}", field=path)
-    for path, known in NAMES.items():
-        typed.check_name(attrgetter(path)(config), known, path)
-    if (frame_bytes := config.transfer.frame_bytes) > 32 << 20:
-        raise ConfigError(f"transfer.frame_bytes must be at most 32 MiB, half of the longest message, not {frame_bytes}",
-                          field="transfer.frame_bytes")
-    if (running := config.engine.max_running) > (tokens := config.engine.max_batch_tokens):
-        raise ConfigError(f"engine.max_running ({running}) must not exceed engine.max_batch_tokens ({tokens}): every running "
-                          "sequence decodes one token a step", field="engine.max_running")
-    if "://" in (address := config.ray.address):
-        raise ConfigError(f"ray.address must be host:port of the cluster's head, not {address!r}", field="ray.address")
-    if not re.fullmatch(r"[A-Za-z0-9_-]+", config.ray.deployment):
-        raise ConfigError(f"ray.deployment must be made of letters, digits, - and _, not {config.ray.deployment!r}",
-                          field="ray.deployment")

@@ -24,7 +24,7 @@ class Geometry:
     tp: int = 1
     """Tensor ranks of each stage."""
     stages: tuple[int, ...]
-    """Layers of each pipeline stage, in order."""
+    """Layers of each pipeline stage, in order; a layer that drafts is one of the last stage's."""
     expert_parallel: bool = False
     """Each tensor rank holds its own of the routed experts, whole, instead of its own channels of every expert."""
 
@@ -90,11 +90,13 @@ class Shard:
         return tuple(local_spec(layers[index], self.tp, self.tp_rank) for index in self.layers)
 
 
-def deepstack_levels(checkpoint: Checkpoint, shard: Shard | None) -> int:
-    """Deepstack features of an image row that a rank's stage is given: for its own layers, and for those of later stages.
-    `shard` None: of the only rank."""
+def visual_levels(checkpoint: Checkpoint, shard: Shard | None) -> int:
+    """Vectors that a rank's stage is given of an image row: the deepstack features for its own layers and for those of later
+    stages; on the first stage beside the embedding, on the others behind it where the last stage drafts. `shard` None: of the
+    only rank."""
     features = checkpoint.vision.deepstack if checkpoint.vision is not None else ()
-    return max(0, len(features) - (shard.layers.start if shard is not None else 0))
+    left = max(0, len(features) - (shard.layers.start if shard is not None else 0))
+    return left + (checkpoint.draft is not None and shard is not None and not shard.first)
 
 
 def heads_of(heads: int, tp: int, tp_rank: int) -> range:
@@ -157,14 +159,16 @@ def plan(checkpoint: Checkpoint, *, tp: int, pp: int, stages: Sequence[int] = ()
         what = "experts and intermediate sizes" if expert_parallel else "intermediate size"
         raise ConfigError(f"tp {tp} does not cut {checkpoint.architecture} evenly ({checkpoint.num_heads} heads, {what} "
                           f"{sizes}); legal: {legal}", field="tp")
-    count = len(checkpoint.layers)
+    count = checkpoint.depth
     if not 1 <= pp <= count:
         raise ConfigError(f"pp must be 1 to {count}, the number of layers, not {pp}", field="pp")
     if not stages:
-        stages = balance(_costs(checkpoint), pp, last=checkpoint.vocab_size * checkpoint.hidden_size)
+        costs, head = _costs(checkpoint), checkpoint.vocab_size * checkpoint.hidden_size
+        stages = balance(costs[:count], pp, last=head + sum(costs[count:]))
     if len(stages) != pp or sum(stages) != count or min(stages) < 1:
         raise ConfigError(f"stages {list(stages)} must be {pp} positive numbers of layers, {count} together", field="stages")
-    return Geometry(tp=tp, stages=tuple(stages), expert_parallel=expert_parallel)
+    stages = (*stages[:-1], stages[-1] + len(checkpoint.layers) - count)  # a layer that drafts belongs to the last one
+    return Geometry(tp=tp, stages=stages, expert_parallel=expert_parallel)
 
 
 def balance(costs: Sequence[int], pp: int, *, last: int = 0) -> tuple[int, ...]:

@@ -52,7 +52,16 @@ class LinearLayer:
         return key, key, self.value_heads * self.value_head_size
 
 
+@dataclass(frozen=True, kw_only=True)
+class DraftLayer(AttentionLayer):
+    """The layer behind the last one, which drafts tokens (multi-token prediction). Row j of its keys and values is of token j
+    beside the model's output for token j - 1, so row 0 means nothing; its state is the output for the last token so far."""
+
+    hidden_size: int
+
+
 LayerSpec = AttentionLayer | LinearLayer
+"""A DraftLayer is an AttentionLayer too."""
 
 KvScales = tuple[tuple[float, float], ...]
 """For each layer of a checkpoint, what the keys and the values of a cache in FP8 are divided by; empty: they are not."""
@@ -194,5 +203,9 @@ class EngineCounters:
     """Of those, the ones that were here in the prefix cache, so that their KV did not travel."""
     output_tokens: int = 0
     """Drawn here."""
+    spec_draft_tokens: int = 0
+    """Drafts that were verified."""
+    spec_accepted_tokens: int = 0
+    """Of those, the ones that became output."""
     preemptions: int = 0
     evicted_blocks: int = 0

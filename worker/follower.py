@@ -19,8 +19,7 @@ from cache_transfer.memory import CacheMemory
 from cache_transfer.regions import Landing
 from cache_transfer.source import SourceTransfer
 from cache_transfer.store import CacheStore
-from slipstream import checkpoint as checkpoints
-from slipstream.config import Config, hub_cache
+from slipstream.config import Config
 from slipstream.engine import build, gang
 from slipstream.engine.executor import Published, RankExecutor
 from slipstream.engine.log import CopyBlock, CopyState, End, Step
@@ -43,7 +42,7 @@ from worker.entries import (
 )
 from worker.link import Follower
 from worker.ranks import Place
-from worker.replica import cache_layout, cache_tensors, channel_ends, fingerprint, snapshots
+from worker.replica import cache_layout, cache_tensors, channel_ends, checkpoint_of, draft_tokens, fingerprint, snapshots
 
 logger = logging.getLogger(__name__)
 
@@ -170,12 +169,12 @@ class FollowingReplica:
     def __init__(self, config: Config, role: Role, place: Place) -> None:
         """Raises ConfigError, CheckpointError and GangError."""
         self._config, self._role = config, role
-        checkpoint = checkpoints.read(checkpoints.resolve(config.model.path, hub_cache()))
+        checkpoint = checkpoint_of(config)
         device = build.device_of(config.model)
         layout = cache_layout(config, checkpoint, config.model.name, build.dtype_name(config.model, checkpoint, device))
         self._link, comm = ranks.follow(place, fingerprint(role, layout, config), device)
         self._executor, caches = build.build_rank(checkpoint, config.model, config.engine, comm,
-                                                  state_snapshots=snapshots(role))
+                                                  state_snapshots=snapshots(role), draft_tokens=draft_tokens(role, config))
         self._memory = CacheMemory(layout, cache_tensors(checkpoint, caches, place.shard), place.shard)
 
     def channel_ends(self, *, replica_id: str, epoch: int, host: str, security: Security) -> tuple[CacheStore, CacheLoader]:

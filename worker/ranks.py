@@ -67,7 +67,7 @@ def place(config: Config, role: Role, *, pool: str, rank: int, world: int, maste
     wanted = pool_of(config, role, pool)
     if (wanted.tp, wanted.pp, wanted.stages, rank) == (1, 1, (), 0) and world in (0, 1):
         return None
-    checkpoint = checkpoints.read(checkpoints.resolve(config.model.path, hub_cache()))
+    checkpoint = checkpoints.read(checkpoints.resolve(config.model.path, hub_cache()), drafts=config.speculative.tokens > 0)
     geometry = sharding.plan(checkpoint, tp=wanted.tp, pp=wanted.pp, stages=wanted.stages,
                              expert_parallel=wanted.expert_parallel)
     if world not in (0, geometry.world) or not 0 <= rank < geometry.world:

@@ -21,6 +21,7 @@ from slipstream import checkpoint as checkpoints
 from slipstream.checkpoint import Checkpoint
 from slipstream.config import Config, TransferConfig, hub_cache
 from slipstream.engine import build
+from slipstream.engine.caches import states_of
 from slipstream.engine.engine import Engine, StepResult
 from slipstream.engine.loop import EngineLoop
 from slipstream.engine.sequence import Timing
@@ -59,7 +60,7 @@ class Replica:
         several ranks; waits for them. Raises ConfigError, CheckpointError and GangError."""
         self._role = role
         self.config = config
-        self.checkpoint: Checkpoint = checkpoints.read(checkpoints.resolve(config.model.path, hub_cache()))
+        self.checkpoint: Checkpoint = checkpoint_of(config)
         self.model_name = config.model.name
         self.device = build.device_of(config.model)
         self.dtype = build.dtype_name(config.model, self.checkpoint, self.device)
@@ -70,7 +71,8 @@ class Replica:
         if place is not None:
             self.gang, comm = ranks.lead(place, fingerprint(role, self.layout, config), self.device)
         self._engine: Engine = build.build(self.checkpoint, config.model, config.engine, parked_fraction=parked, comm=comm,
-                                           log=self.gang, state_snapshots=snapshots(role))
+                                           log=self.gang, state_snapshots=snapshots(role),
+                                           draft_tokens=draft_tokens(role, config))
         self.max_context = self._engine.max_context
         self.capacity: EngineLoad = self._engine.load()
         """Of the empty engine: its totals."""
@@ -150,8 +152,7 @@ def cache_tensors(checkpoint: Checkpoint, caches: Sequence[LayerCache], shard: S
     for layer, cache in zip(layers, caches, strict=True):
         if isinstance(cache, AttentionCache):
             tensors[f"{layer.name}.kv"] = cache.kv
-        else:
-            tensors[f"{layer.name}.conv"], tensors[f"{layer.name}.recurrent"] = cache.conv, cache.recurrent
+        tensors |= {f"{layer.name}.{name}": state for name, state in states_of(cache).items()}
     return tensors
 
 
@@ -166,7 +167,17 @@ def channel_ends(role: Role, memory: CacheMemory, config: TransferConfig, *, rep
 
 def fingerprint(role: Role, layout: CacheLayout, config: Config) -> str:
     """What all ranks of a replica must have in common."""
-    return f"{slipstream.__version__} {role.value} {layout.hash} {config.engine}"
+    return f"{slipstream.__version__} {role.value} {layout.hash} {config.engine} {config.speculative}"
+
+
+def checkpoint_of(config: Config) -> Checkpoint:
+    """What is served; with the layer that drafts, if that is wanted. Raises ConfigError and CheckpointError."""
+    return checkpoints.read(checkpoints.resolve(config.model.path, hub_cache()), drafts=config.speculative.tokens > 0)
+
+
+def draft_tokens(role: Role, config: Config) -> int:
+    """Drafts of a sequence and step: prefill runs the layer that drafts for its state alone, which decode goes on from."""
+    return 0 if role is Role.PREFILL else config.speculative.tokens
 
 
 def snapshots(role: Role) -> int | None:

@@ -15,11 +15,13 @@ from slipstream.errors import CheckpointError
 from slipstream.types import SamplingParams
 
 
-def read(path: Path) -> Checkpoint:
-    """Parse a checkpoint folder. Raises CheckpointError naming the file and key that is missing or wrong."""
+def read(path: Path, *, drafts: bool = False) -> Checkpoint:
+    """Parse a checkpoint folder; `drafts`: with the layer that drafts tokens. Raises CheckpointError naming the file and key
+    that is missing or wrong, and ConfigError for a model that drafts none."""
     config = read_json(path / "config.json", required=True)
     try:
-        return _parse(path, config)
+        found = _parse(path, config)
+        return found.drafting() if drafts else found
     except KeyError as error:
         raise CheckpointError(f"{path / 'config.json'}: `{error.args[0]}` is missing") from error
     except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:

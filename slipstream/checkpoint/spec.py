@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slipstream.checkpoint.quantization import Quantization
-from slipstream.types import LayerSpec, LinearLayer, SamplingParams
+from slipstream.errors import ConfigError
+from slipstream.types import AttentionLayer, DraftLayer, LayerSpec, LinearLayer, SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +153,31 @@ class Checkpoint:
     video: VideoConfig | None = None
     quantization: Quantization | None = None
     """None: every weight is stored as it is."""
+
+    @property
+    def draft(self) -> DraftLayer | None:
+        """The last of `layers`, if it drafts."""
+        last = self.layers[-1]
+        return last if isinstance(last, DraftLayer) else None
+
+    @property
+    def depth(self) -> int:
+        """Layers that every token passes: all but the one that drafts."""
+        return len(self.layers) - (self.draft is not None)
+
+    def drafting(self) -> Checkpoint:
+        """With one layer more, which drafts: attention as in the others, and the MLP or experts of the first. Raises
+        ConfigError for a model that has none."""
+        attention = next((layer for layer in self.layers if isinstance(layer, AttentionLayer)), None)
+        if not self.has_linear_layers or attention is None:  # Qwen3.5 and Qwen3-Next have it, and they alone are hybrid
+            raise ConfigError(f"speculative.tokens: {self.architecture} has no multi-token prediction; set it to 0",
+                              field="speculative.tokens")
+        layer = DraftLayer(name="mtp.layers.0", kv_heads=attention.kv_heads, head_size=attention.head_size,
+                           hidden_size=self.hidden_size)
+        experts = self.experts
+        if experts is not None and 0 in experts.layers:
+            experts = replace(experts, layers=experts.layers | {len(self.layers)})
+        return replace(self, layers=(*self.layers, layer), experts=experts)
 
     @property
     def has_linear_layers(self) -> bool:

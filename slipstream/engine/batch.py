@@ -2,8 +2,8 @@
 schedule and no pool.
 
 T tokens of the step, S entries, B longest block table, P tokens per block, R rows that sample, M image rows, E channels of an
-image embedding with its deepstack features. A chunk that leaves a snapshot on its way is two entries or more: each goes on from
-the state that the one before it left.
+image embedding with its deepstack features, D sequences that draft. A chunk that leaves a snapshot on its way is two entries or
+more: each goes on from the state that the one before it left. So are a token and the drafts behind it, an entry each.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ class StepInput:
     """[T]."""
     positions: Array
     """[T, 3]."""
+    before: Array
+    """[T, 3] positions of the tokens before."""
     query_lens: Array
     """[S]."""
     context_lens: Array
@@ -49,6 +51,8 @@ class StepInput:
     """[M]."""
     copies: Array
     """[C, 2] source and target slots of states that are copied once all is computed."""
+    drafting: Array
+    """[D, 4] first draw; first entry; entries, one more than drafts; rows behind the first that new drafts may take."""
 
     def on(self, device: torch.device, block_size: int, visual_embeds: torch.Tensor | None) -> ForwardBatch:
         """The batch; `visual_embeds` [M, E] if there are image rows and this rank embeds tokens."""
@@ -62,6 +66,7 @@ class StepInput:
 
         return ForwardBatch(
             token_ids=indices(self.token_ids), positions=torch.from_numpy(self.positions).to(device),
+            before=torch.from_numpy(self.before).to(device),
             query_lens=tuple(self.query_lens.tolist()), context_lens=tuple(self.context_lens.tolist()),
             block_tables=torch.from_numpy(self.block_tables).to(device), slot_mapping=indices(slots),
             state_slots=indices(self.state_slots), state_sources=indices(self.state_sources),
@@ -75,45 +80,60 @@ def build(chunks: Sequence[Chunk], prompts: Mapping[RequestId, Prompt], block_si
     """The input of at least one chunk, and [M, E] slices of its prompts' image embeddings, which exist by now."""
     tokens: list[NDArray[np.integer]] = []
     positions: list[Array] = []
+    before: list[Array] = []
+    drafting: list[tuple[int, int, int, int]] = []
     visual_rows: list[NDArray[np.integer]] = []
     visual_embeds: list[torch.Tensor] = []
     logit_rows: list[int] = []
     entries: list[tuple[int, int, int, int, int]] = []  # chunk, start, end, slot read, slot written
-    tables = np.zeros((len(chunks), max(-(-chunk.end // block_size) for chunk in chunks)), dtype=np.int32)
-    row = 0
+    tables = np.zeros((len(chunks), max(-(-chunk.reach // block_size) for chunk in chunks)), dtype=np.int32)
+    row = draws = 0
     for c, chunk in enumerate(chunks):
         prompt = prompts[chunk.sequence.id]
-        used = -(-chunk.end // block_size)
+        used = -(-chunk.reach // block_size)
         tables[c, :used] = chunk.sequence.blocks[:used]
+        if chunk.room is not None:
+            drafting.append((draws, len(entries), chunk.count, chunk.room))
         entries += [(c, *entry) for entry in _entries(chunk)]
         if prompt.tokens is None or prompt.positions is None:  # decoding
             tokens.append(np.asarray(chunk.tokens))
-            positions.append(np.full((1, 3), chunk.start + prompt.mrope.delta, dtype=np.int32))
+            own = np.repeat(np.arange(chunk.start, chunk.end, dtype=np.int32)[:, None] + prompt.mrope.delta, 3, axis=1)
+            preceding = prompt.mrope.last_position if chunk.start == chunk.sequence.prompt_tokens else own[0] - 1
         else:
             tokens.append(prompt.tokens[chunk.start : chunk.end])
-            positions.append(prompt.positions[chunk.start : chunk.end])
+            own = prompt.positions[chunk.start : chunk.end]
+            preceding = prompt.positions[max(0, chunk.start - 1)]
             first, last = prompt.image_range(chunk.start, chunk.count)
             if prompt.image_rows is not None and first < last:
                 visual_rows.append(prompt.image_rows[first:last] - chunk.start + row)
                 visual_embeds.append(prompt.embeddings(first, last))
+        positions.append(own)
+        before += [np.asarray(preceding, dtype=np.int32)[None], own[:-1]]
         row += chunk.count
-        if chunk.samples:
-            logit_rows.append(row - 1)
+        logit_rows += range(row - chunk.sampled, row)
+        draws += chunk.sampled * len(chunk.sequence.choices)
     columns = np.asarray(entries, dtype=np.int32)
     step = StepInput(
-        token_ids=np.concatenate(tokens).astype(np.int32), positions=np.concatenate(positions),
+        token_ids=np.concatenate(tokens).astype(np.int32), positions=np.concatenate(positions), before=np.concatenate(before),
         query_lens=columns[:, 2] - columns[:, 1], context_lens=columns[:, 1].copy(), block_tables=tables[columns[:, 0]],
         state_sources=columns[:, 3].copy(), state_slots=columns[:, 4].copy(), logit_rows=np.asarray(logit_rows, dtype=np.int32),
         visual_rows=np.concatenate([np.zeros(0, dtype=np.int32), *visual_rows]).astype(np.int32),
         follows=np.concatenate([[0], columns[1:, 0] == columns[:-1, 0]]).astype(np.int32),
-        copies=np.asarray([copy for chunk in chunks for copy in _copies(chunk)], dtype=np.int32).reshape(-1, 2))
+        copies=np.asarray([copy for chunk in chunks for copy in _copies(chunk)], dtype=np.int32).reshape(-1, 2),
+        drafting=np.asarray(drafting, dtype=np.int32).reshape(-1, 4))
     return step, torch.cat(visual_embeds) if visual_embeds else None
 
 
 def _entries(chunk: Chunk) -> Iterator[tuple[int, int, int, int]]:
-    """(start, end, slot read, slot written) of a chunk's entries; the last one writes the sequence's own slot."""
+    """(start, end, slot read, slot written) of a chunk's entries; the last one writes the sequence's own slot. Of a token with
+    drafts the first one does, and each draft writes a spare one."""
     own = chunk.sequence.state_slot or 0
     start, source = chunk.start, own
+    if chunk.drafts:
+        for slot in (own, *chunk.sequence.spare_slots[: len(chunk.drafts)]):
+            yield start, start + 1, source, slot
+            start, source = start + 1, slot
+        return
     for length, slot in chunk.snapshots:
         if length < chunk.end:
             yield start, length, source, slot

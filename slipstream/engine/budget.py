@@ -13,13 +13,17 @@ SHORT_SHARE = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """What one sequence does in one step: tokens [start, start + count) go through the model."""
+    """What one sequence does in one step: tokens [start, start + count) go through the model, the last ones perhaps drafts."""
 
     sequence: Sequence
     start: int
     count: int
     snapshots: tuple[tuple[int, int], ...] = ()
     """(length, state slot), ascending: the state after so many tokens of the sequence goes there."""
+    drafts: tuple[int, ...] = ()
+    """What follows the last token perhaps: they are verified."""
+    room: int | None = None
+    """Rows behind the first one that drafts for the next step may take; None: none are made."""
 
     @property
     def end(self) -> int:
@@ -27,14 +31,24 @@ class Chunk:
         return self.start + self.count
 
     @property
+    def reach(self) -> int:
+        """The end of the rows that are written."""
+        return max(self.end, self.start + 1 + (self.room or 0))
+
+    @property
     def samples(self) -> bool:
         """True if the step draws a token for each choice of the sequence."""
         return self.end >= self.sequence.prompt_tokens
 
     @property
+    def sampled(self) -> int:
+        """Rows whose logits are wanted: the last, and those before its drafts."""
+        return 1 + len(self.drafts) if self.samples else 0
+
+    @property
     def tokens(self) -> tuple[int, ...]:
         """The token ids that go in."""
-        return self.sequence.token_ids(self.start, self.end)
+        return self.sequence.token_ids(self.start, self.end - len(self.drafts)) + self.drafts
 
 
 class Budget:

@@ -51,7 +51,8 @@ def kv_cache(checkpoint: Checkpoint, config: EngineConfig, dtype: str) -> tuple[
 
 
 def build(checkpoint: Checkpoint, model: ModelConfig, config: EngineConfig, *, parked_fraction: float = 1.0,
-          state_snapshots: int | None = None, comm: Communicator | None = None, log: Log | None = None) -> Engine:
+          state_snapshots: int | None = None, draft_tokens: int = 0, comm: Communicator | None = None,
+          log: Log | None = None) -> Engine:
     """Load the weights, logging the progress, and make the engine. Sets torch's threads to `config.threads`. `comm`, `log`: of
     rank 0 of a replica of several ranks.
 
@@ -60,7 +61,7 @@ def build(checkpoint: Checkpoint, model: ModelConfig, config: EngineConfig, *, p
     began = time.monotonic()
     device, name, part = _load(checkpoint, model, config, comm)
     engine = Engine(part, checkpoint, config, parked_fraction=parked_fraction, state_snapshots=state_snapshots,
-                    dtype=registry.dtype_of(name), device=device, comm=comm, log=log)
+                    draft_tokens=draft_tokens, dtype=registry.dtype_of(name), device=device, comm=comm, log=log)
     load = engine.load()
     logger.info("engine ready: %s %s on %s, %d blocks of %d tokens, %d state slots, %.1f s", checkpoint.architecture, name,
                 device, load.total_blocks, config.block_size, load.total_state_slots, time.monotonic() - began)
@@ -68,15 +69,16 @@ def build(checkpoint: Checkpoint, model: ModelConfig, config: EngineConfig, *, p
 
 
 def build_rank(checkpoint: Checkpoint, model: ModelConfig, config: EngineConfig, comm: Communicator, *,
-               state_snapshots: int | None = None) -> tuple[RankExecutor, tuple[LayerCache, ...]]:
+               state_snapshots: int | None = None, draft_tokens: int = 0) -> tuple[RankExecutor, tuple[LayerCache, ...]]:
     """What another rank than rank 0 needs: the executor of its part, and its caches. Otherwise as `build`."""
     device, name, part = _load(checkpoint, model, config, comm)
     dtype = registry.dtype_of(name)
-    slots = caches.num_state_slots(checkpoint, config) + caches.num_snapshots(checkpoint, config, state_snapshots)
+    slots = caches.num_state_slots(checkpoint, config, draft_tokens) + caches.num_snapshots(checkpoint, config, state_snapshots)
     own = caches.allocate(comm.shard.specs(checkpoint.layers), config, slots, dtype, device)
     logger.info("rank %d ready: layers %d to %d, tensor rank %d of %d", comm.shard.rank, comm.shard.layers[0],
                 comm.shard.layers[-1], comm.shard.tp_rank, comm.shard.tp)
-    return RankExecutor(part, own, config.block_size, device, comm, checkpoint=checkpoint, dtype=dtype), own
+    return RankExecutor(part, own, config.block_size, device, comm, checkpoint=checkpoint, dtype=dtype,
+                        draft_tokens=draft_tokens), own
 
 
 def _load(checkpoint: Checkpoint, model: ModelConfig, config: EngineConfig, comm: Communicator | None

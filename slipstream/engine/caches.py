@@ -12,8 +12,8 @@ from slipstream.checkpoint import Checkpoint
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
 from slipstream.kernels import fp8
-from slipstream.layers.batch import AttentionCache, LayerCache, LinearCache
-from slipstream.types import AttentionLayer, LayerSpec
+from slipstream.layers.batch import AttentionCache, DraftCache, LayerCache, LinearCache
+from slipstream.types import AttentionLayer, DraftLayer, LayerSpec
 
 
 def num_blocks(config: EngineConfig) -> int:
@@ -25,9 +25,9 @@ def num_blocks(config: EngineConfig) -> int:
     return blocks
 
 
-def num_state_slots(checkpoint: Checkpoint, config: EngineConfig) -> int:
-    """Slots for sequences: one per running sequence, 0 for a model without recurrent state."""
-    return config.max_running if checkpoint.has_linear_layers else 0
+def num_state_slots(checkpoint: Checkpoint, config: EngineConfig, draft_tokens: int = 0) -> int:
+    """Slots for sequences: for each that runs one, and one for each of its drafts; 0 for a model without recurrent state."""
+    return config.max_running * (1 + draft_tokens) if checkpoint.has_linear_layers else 0
 
 
 def num_snapshots(checkpoint: Checkpoint, config: EngineConfig, wanted: int | None) -> int:
@@ -38,9 +38,9 @@ def num_snapshots(checkpoint: Checkpoint, config: EngineConfig, wanted: int | No
 
 def allocate(layers: Sequence[LayerSpec], config: EngineConfig, slots: int, dtype: torch.dtype, device: torch.device
              ) -> tuple[LayerCache, ...]:
-    """One cache for each of this rank's `layers`, in their order: `kv` [N, H, 2, P, D] and `conv` [Z, C, W - 1] in `dtype`,
-    `recurrent` [Z, V, K, E] in float32, with Z = `slots`, snapshots included; `kv` in FP8 and `recurrent` in bfloat16 if
-    `config` says so. Raises ConfigError if there is no memory for them."""
+    """One cache for each of this rank's `layers`, in their order: `kv` [N, H, 2, P, D], `hidden` [Z, hidden] and `conv`
+    [Z, C, W - 1] in `dtype`, `recurrent` [Z, V, K, E] in float32, with Z = `slots`, snapshots included; `kv` in FP8 and
+    `recurrent` in bfloat16 if `config` says so. Raises ConfigError if there is no memory for them."""
     blocks, kv_dtype = num_blocks(config), fp8.E4M3 if config.kv_dtype == "fp8_e4m3" else dtype
     state_dtype = torch.bfloat16 if config.state_dtype == "bfloat16" else torch.float32
     caches: list[LayerCache] = []
@@ -48,7 +48,9 @@ def allocate(layers: Sequence[LayerSpec], config: EngineConfig, slots: int, dtyp
         for layer in layers:
             if isinstance(layer, AttentionLayer):
                 shape = (blocks, layer.kv_heads, 2, config.block_size, layer.head_size)
-                caches.append(AttentionCache(kv=_zeros(shape, kv_dtype, device)))
+                kv = _zeros(shape, kv_dtype, device)
+                caches.append(DraftCache(kv=kv, hidden=_zeros((slots, layer.hidden_size), dtype, device))
+                              if isinstance(layer, DraftLayer) else AttentionCache(kv=kv))
             else:
                 conv = (slots, sum(layer.conv_segments), layer.conv_width - 1)
                 recurrent = (slots, layer.value_heads, layer.key_head_size, layer.value_head_size)
@@ -71,6 +73,13 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return tensor.zero_()
 
 
+def states_of(cache: LayerCache) -> dict[str, torch.Tensor]:
+    """What a layer keeps in slots, by its name in the layout."""
+    if isinstance(cache, LinearCache):
+        return {"conv": cache.conv, "recurrent": cache.recurrent}
+    return {"hidden": cache.hidden} if isinstance(cache, DraftCache) else {}
+
+
 class CacheCopier:
     """Copies units of these caches; implements `memory.Copier`."""
 
@@ -84,8 +93,7 @@ class CacheCopier:
                 cache.kv[target].copy_(cache.kv[source])
 
     def copy_state(self, source: int, target: int) -> None:
-        """Conv and recurrent states of one slot."""
+        """All states of one slot."""
         for cache in self._caches:
-            if isinstance(cache, LinearCache):
-                cache.conv[target].copy_(cache.conv[source])
-                cache.recurrent[target].copy_(cache.recurrent[source])
+            for state in states_of(cache).values():
+                state[target].copy_(state[source])

@@ -86,17 +86,18 @@ class Engine:
 
     def __init__(self, model: LanguageModel, checkpoint: Checkpoint, config: EngineConfig, *, parked_fraction: float = 1.0,
                  state_snapshots: int | None = None, dtype: torch.dtype = torch.float32, device: torch.device | None = None,
-                 comm: Communicator | None = None, log: Log | None = None,
+                 comm: Communicator | None = None, log: Log | None = None, draft_tokens: int = 0,
                  clock: Callable[[], float] = time.monotonic) -> None:
         """`dtype`: of the KV and conv caches, the model's own. `parked_fraction`: share of the blocks, and of the slots, that
         prompts without a ready destination may hold. `state_snapshots`: None as `config` says. `comm`, `log`: of rank 0 of a
-        replica of several ranks. Raises ConfigError."""
+        replica of several ranks. `draft_tokens`: the most that a sequence gets in a step, of a checkpoint with the layer that
+        drafts. Raises ConfigError."""
         if config.max_running > config.max_batch_tokens:
             raise ConfigError(f"engine.max_running ({config.max_running}) must not exceed engine.max_batch_tokens "
                               f"({config.max_batch_tokens})", field="engine.max_running")
         device = device or torch.device("cpu")
         snapshots = cache_memory.num_snapshots(checkpoint, config, state_snapshots)
-        running = cache_memory.num_state_slots(checkpoint, config)
+        running = cache_memory.num_state_slots(checkpoint, config, draft_tokens)
         layers = checkpoint.layers if comm is None else comm.shard.specs(checkpoint.layers)
         self.caches: tuple[LayerCache, ...] = cache_memory.allocate(layers, config, running + snapshots, dtype, device)
         self.max_context = min(config.max_context or checkpoint.max_context, checkpoint.max_context)
@@ -107,11 +108,12 @@ class Engine:
         self._clock = clock
         blocks = BlockPool(cache_memory.num_blocks(config), config.block_size)
         slots = StatePool(running)
-        local = RankExecutor(model, self.caches, config.block_size, device, comm, checkpoint=checkpoint, dtype=dtype)
+        local = RankExecutor(model, self.caches, config.block_size, device, comm, checkpoint=checkpoint, dtype=dtype,
+                             draft_tokens=draft_tokens)
         executor = local if log is None else LeadingExecutor(local, log)
         self._memory = Memory(blocks, slots, PrefixCache(blocks, StatePool(snapshots, first=slots.total),
                                                          enabled=config.prefix_cache),
-                              executor, growth_tokens=config.growth_tokens)
+                              executor, growth_tokens=config.growth_tokens, draft_tokens=draft_tokens)
         self._scheduler = Scheduler(self._memory, max_running=config.max_running, max_batch_tokens=config.max_batch_tokens,
                                     chunk_tokens=config.prefill_chunk_tokens, parked_fraction=parked_fraction)
         self._max_running = config.max_running
@@ -170,6 +172,11 @@ class Engine:
     def demand(self, request: GenerationRequest) -> int:
         """Blocks that `reserve` takes if nothing of the prompt is cached. Raises as `reserve` does."""
         return self._memory.demand(self._sequence(request, split=False))
+
+    @property
+    def slots_of_choice(self) -> int:
+        """State slots that a choice takes, in a model that has any."""
+        return 1 + self._memory.draft_tokens
 
     def reserve(self, request: GenerationRequest) -> Reservation | None:
         """Take memory for a prompt that is computed elsewhere and for the beginning of its output; None if there is none now.
@@ -242,7 +249,7 @@ class Engine:
             self.abort(id)
         seconds = self._clock() - began
         self._count(steps=bool(result.chunks), step_seconds=seconds, output_tokens=len(events), preemptions=len(plan.preempted))
-        handed_off = frozenset(chunk.sequence.id for chunk, _ in result.done if chunk.sequence.state is State.HANDED_OFF)
+        handed_off = frozenset(chunk.sequence.id for chunk, _, _ in result.done if chunk.sequence.state is State.HANDED_OFF)
         return StepResult(events=tuple(events), failures=tuple(failures.items()), timings=timings, handed_off=handed_off,
                           tokens=sum(chunk.count for chunk in chunks or result.chunks), seconds=seconds)
 
@@ -255,7 +262,7 @@ class Engine:
         for chunk in result.chunks:
             if chunk.sequence.id in result.failed:
                 self._scheduler.discard(chunk)
-        for chunk, tokens in result.done:
+        for chunk, tokens, drafts in result.done:
             sequence = chunk.sequence
             if sequence.id in failures:
                 self._scheduler.discard(chunk)
@@ -263,9 +270,12 @@ class Engine:
             if sequence.doomed:
                 self._scheduler.advance(chunk, tokens, now)
                 continue
-            for event in self._scheduler.advance(chunk, tokens, now):
-                told = result.logprobs.get((event.request, event.choice))
+            drawn = self._scheduler.advance(chunk, tokens, now, drafts)
+            for event in drawn:
+                told = result.logprobs.get((event.request, event.choice, event.index))
                 events.append(replace(event, logprobs=told) if told else event)
+            if chunk.drafts:
+                self._count(spec_draft_tokens=len(chunk.drafts), spec_accepted_tokens=min(len(drawn), len(tokens) - 1))
             if tokens:
                 left = self._scheduler.of(sequence.id)
                 if not left or sequence.state is State.HANDED_OFF:

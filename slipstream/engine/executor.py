@@ -16,19 +16,13 @@ from slipstream.checkpoint import Checkpoint
 from slipstream.engine import sampler
 from slipstream.engine.batch import StepInput
 from slipstream.engine.caches import CacheCopier
+from slipstream.engine.drafting import Drafter, Drawn
 from slipstream.layers.batch import LayerCache
 from slipstream.layers.parallel import Communicator
 from slipstream.models.registry import LanguageModel
-from slipstream.types import Logprobs, RequestId
+from slipstream.types import RequestId
 
-
-@dataclass(frozen=True, kw_only=True)
-class Drawn:
-    """One token, or None: its logits are not finite."""
-
-    token: int | None
-    logprobs: Logprobs | None = None
-    """If the draw asked for them."""
+__all__ = ["Draw", "Drawn", "Executor", "OnLayer", "Published", "RankExecutor", "Result"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +75,9 @@ class RankExecutor(CacheCopier):
     depth = 1
 
     def __init__(self, model: LanguageModel, caches: Sequence[LayerCache], block_size: int, device: torch.device,
-                 comm: Communicator | None, *, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
-        """`comm` None: the only rank. `dtype`: of what stages hand on."""
+                 comm: Communicator | None, *, checkpoint: Checkpoint, dtype: torch.dtype, draft_tokens: int = 0) -> None:
+        """`comm` None: the only rank. `dtype`: of what stages hand on. `draft_tokens`: the most that a sequence gets in a
+        step."""
         super().__init__(caches)
         self.device = device
         self.shard = comm.shard if comm is not None else None
@@ -90,8 +85,10 @@ class RankExecutor(CacheCopier):
         self._block_size = block_size
         self._comm = comm
         self._hidden = checkpoint.hidden_size
-        self._levels = sharding.deepstack_levels(checkpoint, self.shard)
+        self._levels = sharding.visual_levels(checkpoint, self.shard)
         self._dtype = dtype
+        drafts = draft_tokens > 0 and (self.shard is None or self.shard.last)
+        self._drafter = Drafter(model, caches[-1], draft_tokens, comm) if drafts else None
 
     def start(self, step: StepInput, embeds: torch.Tensor | None, draws: Sequence[Draw], published: Sequence[Published],
               on_layer: OnLayer) -> Result:
@@ -107,10 +104,12 @@ class RankExecutor(CacheCopier):
                 hidden = self._comm.recv((len(step.token_ids) + self._levels * rows, self._hidden), self._dtype)
             elif rows:
                 embeds = self._comm.broadcast(embeds, (rows, (1 + self._levels) * self._hidden), self._dtype)
-        logits = self._model.forward(step.on(self.device, self._block_size, embeds), self._caches, on_layer, hidden=hidden)
+        batch = step.on(self.device, self._block_size, embeds)
+        logits = self._model.forward(batch, self._caches, on_layer, hidden=hidden)
         for source, target in step.copies.tolist():
             self.copy_state(source, target)
-        return draw(logits, draws) if logits is not None else []
+        drawn = draw(logits, draws) if logits is not None else []
+        return drawn if self._drafter is None else self._drafter.propose(step, batch, drawn)
 
 
 def draw(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Drawn]:

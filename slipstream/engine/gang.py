@@ -60,7 +60,7 @@ class LeadingExecutor:
         return self._wait if elsewhere else lambda: drawn
 
     def _wait(self) -> list[Drawn]:
-        return [Drawn(token=token, logprobs=told) for token, told in self._log.next_tokens().drawn]
+        return [Drawn(token=token, logprobs=told, drafts=drafts) for token, told, drafts in self._log.next_tokens().drawn]
 
 
 OnPublished = Callable[[Published, int], None]

@@ -85,7 +85,8 @@ class End(Entry, frozen=True):
 class Tokens(Entry, frozen=True):
     """What the last stage drew, in the order of the draws."""
 
-    drawn: tuple[tuple[int | None, Logprobs | None], ...]
+    drawn: tuple[tuple[int | None, Logprobs | None, tuple[int, ...]], ...]
+    """With the drafts of the tokens after."""
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -108,7 +109,7 @@ def draws_of(entry: Step, device: torch.device) -> list[Draw]:
 
 def tokens(drawn: Sequence[Drawn]) -> Tokens:
     """For rank 0."""
-    return Tokens(drawn=tuple((one.token, one.logprobs) for one in drawn))
+    return Tokens(drawn=tuple((one.token, one.logprobs, one.drafts) for one in drawn))
 
 
 def _to_wire(draw: Draw) -> WireDraw:

@@ -31,7 +31,10 @@ class Copier(Protocol):
 class Memory:
     """The pools of one engine and the cache over them."""
 
-    def __init__(self, blocks: BlockPool, slots: StatePool, cache: PrefixCache, copier: Copier, *, growth_tokens: int) -> None:
+    def __init__(self, blocks: BlockPool, slots: StatePool, cache: PrefixCache, copier: Copier, *, growth_tokens: int,
+                 draft_tokens: int = 0) -> None:
+        """`draft_tokens`: a step's of one sequence, each of which takes a state slot."""
+        self.draft_tokens = draft_tokens
         self.blocks = blocks
         self.slots = slots
         self.cache = cache
@@ -50,7 +53,7 @@ class Memory:
 
     def slots_of(self, sequence: Sequence) -> int:
         """State slots that it and its branches need."""
-        return min(1, self.slots.total) * (1 if sequence.split else len(sequence.choices))
+        return min(1, self.slots.total) * (1 if sequence.split else len(sequence.choices) * (1 + self.draft_tokens))
 
     def _blocks_of(self, sequence: Sequence, rows: int) -> int:
         one = self.blocks.blocks_for(rows)
@@ -99,17 +102,24 @@ class Memory:
         fresh = self.cache.take(count, sequence.owner)
         assert fresh is not None, "the caller checked that it fits"
         sequence.blocks, sequence.shared = shared + fresh, len(shared)
-        sequence.state_slot = self.slots.take(sequence.owner) if self.slots.total else None
+        if self.slots.total:
+            slots = self.slots.take(sequence.owner, 1 if sequence.split else 1 + self.draft_tokens)
+            assert slots is not None, "the caller checked that it fits"
+            sequence.state_slot, *spare = slots
+            sequence.spare_slots = tuple(spare)
 
     def has_next_row(self, sequence: Sequence) -> bool:
         """True if it has a block for its next row."""
-        return sequence.computed < len(sequence.blocks) * self.blocks.block_size
+        return self.room(sequence) > 0
 
-    def grow(self, sequence: Sequence) -> bool:
-        """Make sure that the next row has a block; False if there is none."""
-        if self.has_next_row(sequence):
-            return True
-        fresh = self.cache.take(1, sequence.owner)
+    def room(self, sequence: Sequence) -> int:
+        """Rows from its next one on that it has blocks for."""
+        return len(sequence.blocks) * self.blocks.block_size - sequence.computed
+
+    def grow(self, sequence: Sequence, rows: int = 1) -> bool:
+        """Make sure that the next `rows` have blocks; False, and nothing changes, if there are too few."""
+        short = self.blocks.blocks_for(sequence.computed + rows) - len(sequence.blocks)
+        fresh = self.cache.take(max(0, short), sequence.owner)
         if fresh is None:
             return False
         sequence.blocks += fresh
@@ -155,6 +165,13 @@ class Memory:
         branch.computed = sequence.computed
         branch.keys = None if sequence.keys is None else sequence.keys[:whole]
 
+    def choose_state(self, sequence: Sequence, accepted: int) -> None:
+        """Its state is now the one after so many drafts of the last step: that slot becomes its own, the other a spare one."""
+        if accepted and sequence.state_slot is not None:
+            spare = list(sequence.spare_slots)
+            spare[accepted - 1], sequence.state_slot = sequence.state_slot, spare[accepted - 1]
+            sequence.spare_slots = tuple(spare)
+
     # Snapshots ----------------------------------------------------------------------------------------------------------
 
     def snapshots(self, sequence: Sequence, start: int, end: int) -> tuple[tuple[int, int], ...]:
@@ -183,26 +200,23 @@ class Memory:
         """All that the sequence holds returns."""
         self.blocks.give_back(sequence.blocks[sequence.shared :], sequence.owner)
         self.cache.unpin(sequence.blocks[: sequence.shared])
-        if sequence.state_slot is not None:
-            self.slots.give_back(sequence.state_slot, sequence.owner)
-        sequence.blocks, sequence.shared, sequence.state_slot = (), 0, None
+        self.slots.give_back(sequence.slots, sequence.owner)
+        sequence.blocks, sequence.shared, sequence.state_slot, sequence.spare_slots = (), 0, None, ()
 
     def rename(self, sequence: Sequence, old: Owner) -> None:
         """The sequence's state has changed: what it owns is held in its new name."""
         if old != sequence.owner:
             self.blocks.reassign(sequence.blocks[sequence.shared :], old, sequence.owner)
-            if sequence.state_slot is not None:
-                self.slots.reassign(sequence.state_slot, old, sequence.owner)
+            self.slots.reassign(sequence.slots, old, sequence.owner)
 
     # Proof --------------------------------------------------------------------------------------------------------------
 
     def check_write(self, sequence: Sequence, start: int, count: int) -> None:
-        """Raise InternalError unless rows [start, start + count) and the slot are the sequence's own."""
+        """Raise InternalError unless rows [start, start + count) and the slots are the sequence's own."""
         if start + count > sequence.rows:
             raise InternalError(f"{sequence.id} would write row {start + count - 1} of {sequence.rows}")
         self.blocks.check_write(sequence.blocks, start, count, sequence.owner)
-        if sequence.state_slot is not None:
-            self.slots.check_owner(sequence.state_slot, sequence.owner)
+        self.slots.check_owner(sequence.slots, sequence.owner)
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Raise InternalError unless pools, cache and sequences agree about every block and slot."""
@@ -217,8 +231,7 @@ class Memory:
             for block in sequence.blocks[: sequence.shared]:
                 pins[block] = pins.get(block, 0) + 1
             blocks.update(dict.fromkeys(sequence.blocks[sequence.shared :], sequence.owner))
-            if sequence.state_slot is not None:
-                slots[sequence.state_slot] = sequence.owner
+            slots.update(dict.fromkeys(sequence.slots, sequence.owner))
         self.cache.check_integrity(pins)
         owned = {block: owner for block, owner in self.blocks.owned().items() if owner.request is not None}
         for what, held, theirs in (("blocks", blocks, owned), ("slots", slots, self.slots.owned())):

@@ -134,8 +134,9 @@ class PrefixCache:
             if not self._states:
                 return None  # all of them are being written
             self.drop(self._states.popitem(last=False)[1])
-        slot = self._snapshots.take(CACHE)
-        assert slot is not None, "one is free"
+        taken = self._snapshots.take(CACHE)
+        assert taken is not None, "one is free"
+        (slot,) = taken
         self._written.add(slot)
         return slot
 
@@ -152,7 +153,7 @@ class PrefixCache:
     def drop(self, slot: int) -> None:
         """The slot will not be needed."""
         self._written.discard(slot)
-        self._snapshots.give_back(slot, CACHE)
+        self._snapshots.give_back((slot,), CACHE)
 
     # Proof --------------------------------------------------------------------------------------------------------------
 

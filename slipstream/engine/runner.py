@@ -26,11 +26,12 @@ class RunResult:
 
     chunks: Sequence[Chunk] = ()
     """All of them."""
-    done: list[tuple[Chunk, tuple[int, ...]]] = field(default_factory=list)
-    """With the tokens drawn, one per choice; none for a chunk that does not end its prompt."""
+    done: list[tuple[Chunk, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+    """With the tokens drawn: one per choice, or of the one choice its right drafts and one; none for a chunk that does not end
+    its prompt; and the drafts of tokens to come."""
     failed: dict[RequestId, SlipstreamError] = field(default_factory=dict)
-    logprobs: dict[tuple[RequestId, int], Logprobs] = field(default_factory=dict)
-    """Of the tokens drawn, by request and choice, for the requests that asked."""
+    logprobs: dict[tuple[RequestId, int, int], Logprobs] = field(default_factory=dict)
+    """Of the tokens drawn, by request, choice and index, for the requests that asked."""
 
 
 class Runner:
@@ -73,10 +74,10 @@ class Runner:
 
         try:
             step, embeds = batches.build(run.going, prompts, self._block_size)
-            samples = [chunk for chunk in run.going if chunk.samples]
-            run.draws = [(chunk, choice) for chunk in samples for choice in chunk.sequence.choices]
-            draws = [Draw(row=row, how=self._how(chunk, choice, prompts[chunk.sequence.id]))
-                     for row, chunk in enumerate(samples) for choice in chunk.sequence.choices]
+            rows = [(chunk, more) for chunk in run.going for more in range(chunk.sampled)]
+            run.draws = [(chunk, choice, more) for chunk, more in rows for choice in chunk.sequence.choices]
+            draws = [Draw(row=row, how=self._how(chunk, choice, more, prompts[chunk.sequence.id]))
+                     for row, (chunk, more) in enumerate(rows) for choice in chunk.sequence.choices]
             published = [Published(request=chunk.sequence.id, tokens=chunk.end, last=chunk.samples)
                          for chunk, publisher in publishers if publisher is not None]
             run.wait = self._executor.start(step, embeds, draws, published, publish)
@@ -86,8 +87,10 @@ class Runner:
             run.fail(error)
         return run
 
-    def _how(self, chunk: Chunk, choice: int, prompt: Prompt) -> sampler.Draw:
+    def _how(self, chunk: Chunk, choice: int, more: int, prompt: Prompt) -> sampler.Draw:
+        """`more`: drafts of the chunk that are output already, if this draw counts."""
         request, outputs = chunk.sequence.request, chunk.sequence.outputs
+        outputs = [*outputs, *chunk.drafts[:more]] if more else outputs
         if request.sampling.repetition_penalty != 1 and prompt.distinct is None:
             prompt.distinct = torch.tensor(sorted(set(request.tokens)), dtype=torch.int64, device=self._device)
         return sampler.Draw(params=request.sampling, choice=choice, index=len(outputs),
@@ -115,8 +118,8 @@ class Run:
         self.result = RunResult(chunks=chunks)
         self.going: Sequence[Chunk] = ()
         """Those that are computed."""
-        self.draws: list[tuple[Chunk, int]] = []
-        """Chunk and choice of each token."""
+        self.draws: list[tuple[Chunk, int, int]] = []
+        """Chunk and choice of each token, and the drafts that must be right for it to count."""
         self.wait: Result | None = None
         """None: nothing is computed."""
 
@@ -130,16 +133,19 @@ class Run:
                 raise
             except Exception as error:
                 self.fail(error)
-        result, tokens = self.result, dict[int, list[int]]()
-        for (chunk, choice), one in zip(self.draws if drawn else [], drawn, strict=True):
+        result, tokens, drafts = self.result, dict[int, list[int]](), dict[int, tuple[int, ...]]()
+        for (chunk, choice, more), one in zip(self.draws if drawn else [], drawn, strict=True):
             request = chunk.sequence.id
+            if more and tokens.get(id(chunk)) != [*chunk.drafts[:more]]:
+                continue
             if one.token is None:
                 result.failed.setdefault(request, InternalError(f"the logits of {request} are not finite"))
                 continue
             tokens.setdefault(id(chunk), []).append(one.token)
+            drafts[id(chunk)] = one.drafts
             if one.logprobs is not None:
-                result.logprobs[request, choice] = one.logprobs
-        result.done = [(chunk, tuple(tokens.get(id(chunk), ()))) for chunk in self.going
+                result.logprobs[request, choice, len(chunk.sequence.outputs) + more] = one.logprobs
+        result.done = [(chunk, tuple(tokens.get(id(chunk), ())), drafts.get(id(chunk), ())) for chunk in self.going
                        if chunk.sequence.id not in result.failed]
         return result
 

@@ -10,6 +10,9 @@ short one could use it, so that no prompt waits for the whole of a long one.
 A decoding sequence grows as it goes. When there is no block left for it the last one in rank is preempted: its request ends
 here, and whoever sent it resumes it elsewhere, or here once there is room.
 
+Drafts are verified with the tokens of a step that nobody else needs, and take only blocks that nobody else needs now: they may
+change how fast a sequence goes, and nothing else.
+
 A plan may be made while earlier ones are carried out: it goes on where those will end, and has nothing for a sequence whose
 next token is being drawn. What ends meanwhile is doomed, and keeps its memory until the last step on it is over.
 """
@@ -154,14 +157,16 @@ class Scheduler:
             elif look_ahead:
                 look_ahead -= 1
         self._spend_rest(budget, prompts)
+        chunks = self._with_drafts(chunks, budget.left)
         chunks += [self._with_snapshots(chunk) for chunk in prompts]
         for chunk in chunks:
-            self.memory.check_write(chunk.sequence, chunk.start, chunk.count)
+            self.memory.check_write(chunk.sequence, chunk.start, chunk.reach - chunk.start)
             chunk.sequence.ahead += chunk.count
         return StepPlan(preempted=preempted, begun=tuple(begun), admitted=tuple(admitted), chunks=tuple(chunks))
 
-    def advance(self, chunk: Chunk, tokens: SequenceOf[int], now: float) -> list[TokenEvent]:
-        """The chunk is in the caches and `tokens` were drawn, one per choice (none iff it does not sample). May end it."""
+    def advance(self, chunk: Chunk, tokens: SequenceOf[int], now: float, drafts: tuple[int, ...] = ()) -> list[TokenEvent]:
+        """The chunk is in the caches and `tokens` were drawn: one per choice (none iff it does not sample), behind those of its
+        drafts that are right; `drafts`: what may come after these. May end it."""
         sequence = chunk.sequence
         assert sequence.computed == chunk.start, "plans are carried out in the order in which they were made"
         sequence.ahead -= chunk.count
@@ -169,12 +174,28 @@ class Scheduler:
             self._drop(chunk)
             self.end(sequence)
             return []
+        if chunk.start >= sequence.prompt_tokens:
+            return self._decoded(chunk, tokens, now, drafts)
         assert len(tokens) == (len(sequence.choices) if chunk.samples else 0), "tokens are drawn where the plan says so"
         sequence.computed = chunk.end
         self.memory.share_full(sequence)
         if chunk.snapshots:
             self.memory.keep_snapshots(sequence, chunk.snapshots)
         return self._draw(sequence, tokens, now) if tokens else []
+
+    def _decoded(self, chunk: Chunk, tokens: SequenceOf[int], now: float, drafts: tuple[int, ...]) -> list[TokenEvent]:
+        """All but the last of the tokens are the chunk's drafts. What comes after one that ends the sequence does not count."""
+        sequence, events = chunk.sequence, list[TokenEvent]()
+        assert 1 <= len(tokens) <= chunk.sampled, "tokens are drawn where the plan says so"
+        self.memory.choose_state(sequence, len(tokens) - 1)
+        sequence.drafts = drafts
+        for count, token in enumerate(tokens, 1):
+            sequence.computed = chunk.start + count
+            self.memory.share_full(sequence)
+            events += self._draw(sequence, (token,), now)
+            if sequence.state is State.ENDED:
+                break
+        return events
 
     def discard(self, chunk: Chunk) -> None:
         """The chunk failed: the slots of its snapshots return. Its sequence is ended by the caller, if it was not before."""
@@ -232,6 +253,19 @@ class Scheduler:
         count = budget.take(start, _left(sequence))
         if count:
             prompts.append(Chunk(sequence=sequence, start=start, count=count))
+
+    def _with_drafts(self, chunks: list[Chunk], tokens: int) -> list[Chunk]:
+        """Chunks that decode, with as many drafts as there are `tokens`, rows and blocks for, and the room for new ones."""
+        if not self.memory.draft_tokens:
+            return chunks
+        found = []
+        for chunk in chunks:
+            sequence, blocks = chunk.sequence, self.memory.room(chunk.sequence)
+            last = sequence.rows - 1 - chunk.start  # rows behind the first that it may come to need
+            drafts = sequence.drafts[: max(0, min(tokens, last, blocks - 1))]
+            tokens -= len(drafts)
+            found.append(replace(chunk, count=1 + len(drafts), drafts=drafts, room=max(0, min(last - 1, blocks - 1))))
+        return found
 
     def _spend_rest(self, budget: Budget, prompts: list[Chunk]) -> None:
         """The short prompts for which tokens were kept could not start: others go further."""
@@ -324,6 +358,10 @@ class Scheduler:
                     break  # its memory comes back after the steps that work on it: too late for this one
                 preempted.append(last.id)
                 self.end_request(last.id)
+        if most := self.memory.draft_tokens:
+            for sequence in sorted(self._idle(State.DECODING), key=_rank):
+                if self.memory.cache.available > self.count(State.DECODING, State.RESERVED):
+                    self.memory.grow(sequence, min(1 + 2 * most, sequence.rows - sequence.computed))
         return tuple(preempted)
 
     def _idle(self, state: State) -> list[Sequence]:

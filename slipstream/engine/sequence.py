@@ -99,6 +99,10 @@ class Sequence:
     """Block table. The first `shared` of it are the cache's, pinned; the others are owned as the state says."""
     shared: int = 0
     state_slot: int | None = None
+    spare_slots: tuple[int, ...] = ()
+    """One for each draft of a step; their contents mean nothing between steps."""
+    drafts: tuple[int, ...] = ()
+    """What may follow its last token, from the step before."""
     cached: int = 0
     """Tokens that were here when its memory was taken."""
     snapshot_at: tuple[int, ...] = ()
@@ -147,6 +151,11 @@ class Sequence:
     def parked(self) -> bool:
         """True if it holds memory for a destination that is not ready to take it."""
         return self.split and not self.ready and self.state in (State.COMPUTING, State.HANDED_OFF)
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """All state slots that it holds."""
+        return () if self.state_slot is None else (self.state_slot, *self.spare_slots)
 
     @property
     def owner(self) -> Owner:

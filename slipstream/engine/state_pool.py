@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from slipstream.engine.ledger import Ledger, Owner
 
 
@@ -23,22 +25,22 @@ class StatePool:
         """Slots that nobody owns."""
         return self._ledger.free
 
-    def take(self, owner: Owner) -> int | None:
-        """A slot for `owner`, or None if none is free."""
-        slots = self._ledger.take(1, owner)
-        return self._first + slots[0] if slots else None
+    def take(self, owner: Owner, count: int = 1) -> tuple[int, ...] | None:
+        """`count` slots for `owner`, or None if fewer are free."""
+        units = self._ledger.take(count, owner)
+        return None if units is None else tuple(self._first + unit for unit in units)
 
-    def give_back(self, slot: int, owner: Owner) -> None:
-        """Return `slot` of `owner`. Raises InternalError on a double or foreign free."""
-        self._ledger.give_back((slot - self._first,), owner)
+    def give_back(self, slots: Iterable[int], owner: Owner) -> None:
+        """Return `slots` of `owner`. Raises InternalError on a double or foreign free."""
+        self._ledger.give_back([slot - self._first for slot in slots], owner)
 
-    def reassign(self, slot: int, old: Owner, new: Owner) -> None:
-        """Hand `slot` from `old` to `new`."""
-        self._ledger.reassign((slot - self._first,), old, new)
+    def reassign(self, slots: Iterable[int], old: Owner, new: Owner) -> None:
+        """Hand `slots` from `old` to `new`."""
+        self._ledger.reassign([slot - self._first for slot in slots], old, new)
 
-    def check_owner(self, slot: int, owner: Owner) -> None:
-        """Raise InternalError unless `owner` owns `slot`."""
-        self._ledger.check_owner((slot - self._first,), owner)
+    def check_owner(self, slots: Iterable[int], owner: Owner) -> None:
+        """Raise InternalError unless `owner` owns all of `slots`."""
+        self._ledger.check_owner([slot - self._first for slot in slots], owner)
 
     def owned(self) -> dict[int, Owner]:
         """Every slot that is not free, with its owner."""

@@ -36,7 +36,8 @@ class Kernels:
     rotary: Callable[[Tensor, Tensor, Tensor], Tensor]
     write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, tuple[float, float]], None]
     prefill_attention: Callable[[Tensor, Tensor, Tensor, int, tuple[float, float]], Tensor]
-    decode_attention: Callable[[Tensor, Tensor, Tensor, Tensor, tuple[float, float]], Tensor]
+    decode_attention: Callable[[Tensor, Tensor, Tensor, Tensor, tuple[float, float], int], Tensor]
+    """The last argument is 1 for a layer that drafts: a backend whose kernel skips no row takes the reference there."""
     causal_conv: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     gated_delta_chunks: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     gated_delta_step: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]

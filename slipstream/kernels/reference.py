@@ -127,15 +127,17 @@ def prefill_attention(query: Tensor, kv: Tensor, block_table: Tensor, context: i
 
 
 def decode_attention(query: Tensor, kv: Tensor, block_tables: Tensor, lengths: Tensor,
-                     scales: tuple[float, float] = NO_SCALES) -> Tensor:
-    """One new token for each of S sequences. query [S, H, D]; block_tables [S, B]; lengths [S] includes the new token."""
+                     scales: tuple[float, float] = NO_SCALES, first_row: int = 0) -> Tensor:
+    """One new token for each of S sequences. query [S, H, D]; block_tables [S, B]; lengths [S] includes the new token. Rows
+    before `first_row` are not attended to."""
     sequences, heads, size = query.shape
     groups, block_size = kv.shape[1], kv.shape[3]
     longest = int(lengths.max())
     pages = kv[block_tables[:, : -(-longest // block_size)].long()]
     keys, values = (_numbers(pages[:, :, :, i].transpose(1, 2).reshape(sequences, groups, -1, size), scales[i], query.dtype)
                     for i in (0, 1))
-    inside = torch.arange(keys.shape[2], device=query.device) < lengths[:, None]
+    rows = torch.arange(keys.shape[2], device=query.device)
+    inside = (rows >= first_row) & (rows < lengths[:, None])
     scores = torch.einsum("sghd,sgld->sghl", query.view(sequences, groups, heads // groups, size), keys).float() * size**-0.5
     weights = scores.masked_fill(~inside[:, None, None], -math.inf).softmax(-1).to(values.dtype)
     # Rows past a sequence's end hold whatever their block held before; a weight of 0 does not cancel a NaN.

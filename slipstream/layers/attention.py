@@ -1,4 +1,7 @@
-"""Full attention over paged KV: rotary, optional QK-norm and output gate; knows no sequence beyond its rows."""
+"""Full attention over paged KV: rotary, optional QK-norm and output gate; knows no sequence beyond its rows.
+
+T rows of a batch, E rows that decode, B longest block table.
+"""
 
 from __future__ import annotations
 
@@ -41,30 +44,49 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], batch: ForwardBatch, cache: AttentionCache) -> Tensor:
         """[T, hidden] -> [T, hidden]; writes the batch's keys and values into the cache."""
+        self.store(x, rope, batch.slot_mapping, cache)
+        query, gate = self._query(x, rope)
+        return self._out(self._attend(query, batch, cache), gate)
+
+    def store(self, x: Tensor, rope: tuple[Tensor, Tensor], slot_mapping: Tensor, cache: AttentionCache) -> None:
+        """Write the keys and values of x [T, hidden] at slot_mapping [T]."""
+        tokens = x.shape[0]
+        key = self.kernels.rotary(self.k_norm(self.k_proj(x).view(tokens, self.kv_heads, self.head_size)), *rope)
+        value = self.v_proj(x).view(tokens, self.kv_heads, self.head_size)
+        self.kernels.write_kv(cache.kv, key, value, slot_mapping, self.kv_scales)
+
+    def decode(self, x: Tensor, rope: tuple[Tensor, Tensor], block_tables: Tensor, rows: Tensor, cache: AttentionCache, *,
+               first_row: int) -> Tensor:
+        """One token each of E sequences, at `rows` [E] of block_tables [E, B]: [E, hidden] -> [E, hidden]. What it and the rows
+        from `first_row` on up to it have is in the cache."""
+        query, gate = self._query(x, rope)
+        out = self.kernels.decode_attention(query, cache.kv, block_tables, rows + 1, self.kv_scales, first_row)
+        return self._out(out, gate)
+
+    def _query(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """[T, H, D], and the gate of what comes out, alike."""
         tokens = x.shape[0]
         query, gate = self.q_proj(x), None
         if self.gated:
             query, gate = query.view(tokens, self.heads, 2 * self.head_size).chunk(2, -1)
-        query = self.kernels.rotary(self.q_norm(query.reshape(tokens, self.heads, self.head_size)), *rope)
-        key = self.kernels.rotary(self.k_norm(self.k_proj(x).view(tokens, self.kv_heads, self.head_size)), *rope)
-        value = self.v_proj(x).view(tokens, self.kv_heads, self.head_size)
-        self.kernels.write_kv(cache.kv, key, value, batch.slot_mapping, self.kv_scales)
-        out = self._attend(query, batch, cache)
+        return self.kernels.rotary(self.q_norm(query.reshape(tokens, self.heads, self.head_size)), *rope), gate
+
+    def _out(self, out: Tensor, gate: Tensor | None) -> Tensor:
         if gate is not None:
             out = out * gate.sigmoid()
-        result: Tensor = self.o_proj(out.reshape(tokens, -1))
+        result: Tensor = self.o_proj(out.flatten(1))
         return result
 
     def _attend(self, query: Tensor, batch: ForwardBatch, cache: AttentionCache) -> Tensor:
         split = batch.split
         if not split.chunks:
-            return self.kernels.decode_attention(query, cache.kv, batch.block_tables, split.decode_lengths, self.kv_scales)
+            return self.kernels.decode_attention(query, cache.kv, batch.block_tables, split.decode_lengths, self.kv_scales, 0)
         out = torch.empty_like(query)
         for sequence, rows in split.chunks:
             out[rows] = self.kernels.prefill_attention(query[rows], cache.kv, batch.block_tables[sequence],
                                                        batch.context_lens[sequence], self.kv_scales)
         if len(split.decoding):
             decoded = self.kernels.decode_attention(query[split.decode_rows], cache.kv, batch.block_tables[split.decoding],
-                                                    split.decode_lengths, self.kv_scales)
+                                                    split.decode_lengths, self.kv_scales, 0)
             out.index_copy_(0, split.decode_rows, decoded)
         return out

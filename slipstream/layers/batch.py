@@ -1,7 +1,8 @@
 """What one forward pass works on: the ragged batch and the per-layer caches; knows no sequence and no scheduler.
 
 Shape legend: T tokens of the step, S sequences, B longest block table, N blocks of the pool, P tokens per block,
-H KV heads, D head size, Z state slots, C conv channels, W conv width, V value heads, K/E key/value head size.
+H KV heads, D head size, Z state slots, C conv channels, W conv width, V value heads, K/E key/value head size; in Split, E
+sequences that decode.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """A batch by what is done with its sequences: prompt chunks go one by one, the E that decode (one token each) at once."""
+    """A batch by what is done with its sequences: prompt chunks go one by one, and before the E that decode, one token each."""
 
     chunks: tuple[tuple[int, slice], ...]
     """(sequence, its rows of T)."""
@@ -25,6 +26,8 @@ class Split:
     """[E] int64 rows of T."""
     decode_lengths: Tensor
     """[E] int64 tokens, the new one included."""
+    waves: tuple[Tensor, ...]
+    """int64 indices into the E, all of them: those of a wave go on from states of the wave before, or from ones before that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +41,8 @@ class ForwardBatch:
     """[T] int64."""
     positions: Tensor
     """[T, 3] int32: t, h, w."""
+    before: Tensor | None = None
+    """[T, 3] int32: positions of the tokens before; any of a first token's. For a layer that drafts."""
     query_lens: tuple[int, ...]
     """[S] tokens of each sequence in this step, each at least 1."""
     context_lens: tuple[int, ...]
@@ -67,11 +72,22 @@ class ForwardBatch:
     @cached_property
     def split(self) -> Split:
         """Found once for all layers. The first token of a sequence is a chunk, as it has no state to go on from; so is one
-        that another sequence follows, as that needs its state first."""
-        followed = (*self.follows[1:], False) if self.follows else (False,) * len(self.query_lens)
-        chunks, decoding, rows, row = [], [], [], 0
-        for sequence, (count, context) in enumerate(zip(self.query_lens, self.context_lens, strict=True)):
-            if count == 1 and context and not followed[sequence]:
+        that a chunk follows, as that needs its state first."""
+        total = len(self.query_lens)
+        follows = self.follows or (False,) * total
+        decodes = [count == 1 and context > 0 for count, context in zip(self.query_lens, self.context_lens, strict=True)]
+        for sequence in range(total - 2, -1, -1):
+            decodes[sequence] &= decodes[sequence + 1] or not follows[sequence + 1]
+        chunks, row, wave = [], 0, 0
+        decoding: list[int] = []
+        rows: list[int] = []
+        waves: list[list[int]] = []
+        for sequence, count in enumerate(self.query_lens):
+            if decodes[sequence]:
+                wave = wave + 1 if follows[sequence] and decodes[sequence - 1] else 0
+                if wave == len(waves):
+                    waves.append([])
+                waves[wave].append(len(decoding))
                 decoding.append(sequence)
                 rows.append(row)
             else:
@@ -82,7 +98,8 @@ class ForwardBatch:
             return torch.tensor(values, dtype=torch.int64, device=self.token_ids.device)
 
         return Split(chunks=tuple(chunks), decoding=indices(decoding), decode_rows=indices(rows),
-                     decode_lengths=indices([self.context_lens[sequence] + 1 for sequence in decoding]))
+                     decode_lengths=indices([self.context_lens[sequence] + 1 for sequence in decoding]),
+                     waves=tuple(map(indices, waves)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,4 +123,13 @@ class LinearCache:
     """[Z, V, K, E] float32."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class DraftCache(AttentionCache):
+    """Of the layer that drafts: row j is of token j beside the model's output for token j - 1; nothing attends to row 0."""
+
+    hidden: Tensor
+    """[Z, hidden] model dtype: the output (after the final norm) for the sequence's last token."""
+
+
 LayerCache = AttentionCache | LinearCache
+"""A DraftCache is an AttentionCache too."""

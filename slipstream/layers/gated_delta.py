@@ -94,16 +94,16 @@ class GatedDeltaNet(nn.Module):
     def _mix(self, qkv: Tensor, decay: Tensor, beta: Tensor, batch: ForwardBatch, cache: LinearCache) -> Tensor:
         """[T, V, E] in the model's dtype."""
         split = batch.split
-        if not split.chunks:
+        if not split.chunks and len(split.waves) == 1:
             return self._step(qkv, decay, beta, batch.sources, batch.state_slots, cache)
         mixed = qkv.new_empty(qkv.shape[0], self.spec.value_heads, self.spec.value_head_size)
         for sequence, rows in split.chunks:
             source = int(batch.sources[sequence]) if batch.context_lens[sequence] else None
             mixed[rows] = self._chunk(qkv[rows], decay[rows], beta[rows], source, int(batch.state_slots[sequence]), cache)
-        if len(split.decoding):
-            one = split.decode_rows
-            mixed.index_copy_(0, one, self._step(qkv[one], decay[one], beta[one], batch.sources[split.decoding],
-                                                 batch.state_slots[split.decoding], cache))
+        for wave in split.waves:
+            one, decoding = split.decode_rows[wave], split.decoding[wave]
+            mixed.index_copy_(0, one, self._step(qkv[one], decay[one], beta[one], batch.sources[decoding],
+                                                 batch.state_slots[decoding], cache))
         return mixed
 
     def _decay(self, a: Tensor) -> Tensor:

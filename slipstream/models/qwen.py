@@ -12,107 +12,15 @@ from torch import Tensor, nn
 from slipstream.checkpoint import Checkpoint
 from slipstream.errors import CheckpointError
 from slipstream.kernels.dispatch import Kernels
-from slipstream.layers.attention import Attention
-from slipstream.layers.batch import AttentionCache, ForwardBatch, LayerCache, LinearCache
+from slipstream.layers.batch import DraftCache, ForwardBatch, LayerCache
 from slipstream.layers.embedding import Vocabulary
-from slipstream.layers.gated_delta import GatedDeltaNet
-from slipstream.layers.mlp import GatedMLP
-from slipstream.layers.moe import SparseMLP
-from slipstream.layers.norm import RMSNorm
 from slipstream.layers.parallel import Alone, Communicator
-from slipstream.layers.rope import Rotary
 from slipstream.layers.traits import Traits
+from slipstream.models.decoder import Decoder, DecoderLayer
+from slipstream.models.mtp import Predictor
 from slipstream.models.vision import VisionTower
 from slipstream.models.windowed_vision import WindowedTower
-from slipstream.sharding import deepstack_levels
-from slipstream.types import AttentionLayer, KvScales
-
-
-class DecoderLayer(nn.Module):
-    """Pre-norm: mixer (attention or Gated DeltaNet), then SwiGLU or experts."""
-
-    def __init__(self, checkpoint: Checkpoint, index: int, kernels: Kernels, comm: Communicator, traits: Traits) -> None:
-        super().__init__()
-        spec, hidden, eps = checkpoint.layers[index], checkpoint.hidden_size, checkpoint.rms_norm_eps
-        if isinstance(spec, AttentionLayer):
-            self.self_attn = Attention(checkpoint, spec, kernels, comm, traits)
-        else:
-            self.linear_attn = GatedDeltaNet(checkpoint, spec, kernels, comm, traits)
-        self.is_attention = isinstance(spec, AttentionLayer)
-        experts = checkpoint.experts_of(index)
-        self.mlp = (GatedMLP(kernels, hidden, checkpoint.intermediate_size, comm) if experts is None
-                    else SparseMLP(kernels, hidden, experts, comm))
-        self.input_layernorm = RMSNorm(kernels, hidden, eps, traits.unit_offset)
-        self.post_attention_layernorm = RMSNorm(kernels, hidden, eps, traits.unit_offset)
-
-    def mix(self, x: Tensor, rope: tuple[Tensor, Tensor], batch: ForwardBatch, cache: LayerCache) -> Tensor:
-        """The first half: after it the layer's caches are written for this batch. [T, hidden]."""
-        normed = self.input_layernorm(x)
-        if self.is_attention:
-            assert isinstance(cache, AttentionCache)
-            mixed: Tensor = self.self_attn(normed, rope, batch, cache)
-        else:
-            assert isinstance(cache, LinearCache)
-            mixed = self.linear_attn(normed, batch, cache)
-        return x + mixed
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The second half. [T, hidden]."""
-        result: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return result
-
-
-class Decoder(nn.Module):
-    """What one rank holds of embedding, layers and final norm; layers are numbered as in the checkpoint."""
-
-    def __init__(self, checkpoint: Checkpoint, kernels: Kernels, comm: Communicator, traits: Traits) -> None:
-        super().__init__()
-        self.shard = comm.shard
-        self.hidden_size, self.levels = checkpoint.hidden_size, deepstack_levels(checkpoint, comm.shard)
-        if self.shard.first or (self.shard.last and checkpoint.tie_embeddings):  # a tied head is a copy of the embedding
-            self.embed_tokens = Vocabulary(checkpoint.vocab_size, checkpoint.hidden_size, comm)
-        self.layers = nn.ModuleDict({str(i): DecoderLayer(checkpoint, i, kernels, comm, traits) for i in self.shard.layers})
-        if self.shard.last:
-            self.norm = RMSNorm(kernels, checkpoint.hidden_size, checkpoint.rms_norm_eps, traits.unit_offset)
-        self.rotary = Rotary(checkpoint.rope)
-
-    def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache], on_layer: Callable[[int], None] | None,
-                hidden: Tensor | None) -> Tensor:
-        """Hidden states [T, hidden] after the stage's layers; on the last stage normed, and only of `batch.logit_rows`.
-
-        Between stages they are followed by the M rows of each deepstack feature that later layers add: [T + L * M, hidden].
-        """
-        x, features = self._begin(batch, hidden)
-        rope = self.rotary(batch.positions, x.dtype)
-        for i, layer, cache in zip(self.shard.layers, self.layers.values(), caches, strict=True):
-            assert isinstance(layer, DecoderLayer)
-            x = layer.mix(x, rope, batch, cache)
-            if on_layer is not None:
-                on_layer(i)
-            end = self.shard.last and i == self.shard.layers[-1]
-            if end and not features:
-                x = x[batch.logit_rows]
-            x = layer(x)
-            if features:
-                assert batch.visual_rows is not None
-                x = x.index_add(0, batch.visual_rows, features.pop(0))
-                x = x[batch.logit_rows] if end else x
-        result: Tensor = self.norm(x) if self.shard.last else torch.cat([x, *features]) if features else x
-        return result
-
-    def _begin(self, batch: ForwardBatch, hidden: Tensor | None) -> tuple[Tensor, list[Tensor]]:
-        """Hidden states [T, hidden] before the stage's layers, and the [M, hidden] that are added after them, in order."""
-        if not self.shard.first:
-            assert hidden is not None
-            rows = [len(batch.visual_rows)] * self.levels if batch.visual_rows is not None else []
-            x, *features = torch.split(hidden, [len(batch.token_ids), *rows])
-            return x, features
-        x = self.embed_tokens(batch.token_ids)
-        if batch.visual_rows is None:
-            return x, []
-        assert batch.visual_embeds is not None
-        x[batch.visual_rows], *features = torch.split(batch.visual_embeds.to(x.dtype), self.hidden_size, -1)
-        return x, features
+from slipstream.types import KvScales
 
 
 class CausalLM(nn.Module):
@@ -133,15 +41,18 @@ class CausalLM(nn.Module):
         self.kernels = kernels
         self.comm = comm = comm or Alone(len(checkpoint.layers))
         self.model = Decoder(checkpoint, kernels, comm, self.traits)
+        drafts = checkpoint.draft is not None and comm.shard.last
+        self.mtp = Predictor(checkpoint, kernels, comm, self.traits) if drafts else None
         own_head = comm.shard.last and not checkpoint.tie_embeddings
         self.lm_head = Vocabulary(checkpoint.vocab_size, checkpoint.hidden_size, comm) if own_head else None
 
     def scale_kv(self, scales: KvScales) -> None:
         """Write keys and values to caches in FP8 by these scales."""
-        for index, layer in self.model.layers.items():
+        layers = {int(index): layer for index, layer in self.model.layers.items()}
+        for index, layer in (layers | {len(scales) - 1: self.mtp.layer} if self.mtp is not None else layers).items():
             assert isinstance(layer, DecoderLayer)
             if layer.is_attention:
-                layer.self_attn.kv_scales = scales[int(index)]
+                layer.self_attn.kv_scales = scales[index]
 
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache], on_layer: Callable[[int], None] | None = None, *,
                 hidden: Tensor | None = None) -> Tensor | None:
@@ -151,11 +62,33 @@ class CausalLM(nn.Module):
         `hidden`: what the stage before has sent (see Decoder.forward); the first stage embeds instead. All but the last stage
         send on.
         """
-        x: Tensor = self.model(batch, caches, on_layer, hidden)
+        x, embeds = self.model(batch, caches, on_layer, hidden)
         if not self.comm.shard.last:
             self.comm.send(x)
             return None
+        if self.mtp is not None:
+            cache = caches[-1]
+            assert isinstance(cache, DraftCache)
+            self.mtp.store(embeds, x, batch, cache)
+            if on_layer is not None:
+                on_layer(self.comm.shard.layers[-1])
+            x = x[batch.logit_rows]
+        return self._logits(x)
+
+    def _logits(self, x: Tensor) -> Tensor | None:
         return (self.lm_head or self.model.embed_tokens).logits(x)
+
+
+def draft(self: CausalLM, tokens: Tensor, hidden: Tensor, before: Tensor, block_tables: Tensor, rows: Tensor, cache: DraftCache
+          ) -> tuple[Tensor, Tensor]:
+    """The likeliest token after each of `tokens` [E] int64, and the output that the draft after that one goes on from; on every
+    rank of the last stage. Of a token at row j: `hidden` [E, hidden] is the output for the token at j - 1, `before` [E, 3] its
+    position; `rows` [E] are j, in block_tables [E, B]; its pair is written there."""
+    assert self.mtp is not None, "the checkpoint was read with the layer that drafts"
+    output = self.mtp(self.model.embed_tokens(tokens), hidden, before, block_tables, rows, cache)
+    logits = self._logits(output)
+    best = logits.argmax(-1) if logits is not None else None
+    return self.comm.broadcast(best, tuple(tokens.shape), torch.int64), output
 
 
 class Qwen2ForCausalLM(CausalLM):
@@ -180,6 +113,8 @@ class Qwen3NextForCausalLM(CausalLM):
     traits = Traits(unit_offset=True, gated_attention=True, fused_projections=True)
     takes_experts = True
     takes_linear_layers = True
+    drafts = True
+    draft = draft
 
 
 class Qwen3_5ForCausalLM(CausalLM):
@@ -188,6 +123,8 @@ class Qwen3_5ForCausalLM(CausalLM):
     traits = Traits(unit_offset=True, gated_attention=True)
     takes_linear_layers = True
     takes_mrope = True
+    drafts = True
+    draft = draft
 
 
 class ConditionalGeneration(CausalLM):
@@ -250,6 +187,8 @@ class Qwen3_5ForConditionalGeneration(ConditionalGeneration):
     traits = Qwen3_5ForCausalLM.traits
     takes_linear_layers = True
     takes_mrope = True
+    drafts = True
+    draft = draft
 
 
 class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):

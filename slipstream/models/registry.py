@@ -16,11 +16,12 @@ from slipstream.checkpoint import Checkpoint
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.kernels import dispatch
 from slipstream.kernels.dispatch import Kernels
-from slipstream.layers.batch import ForwardBatch, LayerCache
+from slipstream.layers.batch import DraftCache, ForwardBatch, LayerCache
 from slipstream.layers.gated_delta import GatedDeltaNet
 from slipstream.layers.moe import SparseMLP
 from slipstream.layers.parallel import Communicator
 from slipstream.models import weights
+from slipstream.models.mtp import Predictor
 from slipstream.models.qwen import CausalLM
 from slipstream.types import LinearLayer
 
@@ -43,6 +44,15 @@ class VisionModel(Protocol):
     def encode_images(self, pixels: Sequence[NDArray[np.uint8]]) -> list[Tensor]:
         """uint8 [H, W, 3] images and [F, H, W, 3] videos (F frames, a multiple of the temporal patch) -> one
         [tokens, (1 + L) * hidden] each: the embedding, then L deepstack features."""
+
+
+@runtime_checkable
+class DraftingModel(Protocol):
+    """A model that drafts tokens (multi-token prediction) implements this."""
+
+    def draft(self, tokens: Tensor, hidden: Tensor, before: Tensor, block_tables: Tensor, rows: Tensor, cache: DraftCache
+              ) -> tuple[Tensor, Tensor]:
+        """One draft for each of E sequences, and the output to go on from: see qwen.draft."""
 
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -83,8 +93,8 @@ CAPABILITIES = (
     Capability(flag="takes_mrope", needs="M-RoPE (rope_parameters.mrope_section)",
                needed=lambda c: c.rope.mrope_section is not None,
                proof=lambda m, c: m.model.rotary.axes.bincount(minlength=3).tolist() == list(c.rope.mrope_section)),
-    Capability(flag="drafts", needs="multi-token prediction", needed=lambda c: False,  # its weights are left out so far
-               proof=lambda m, c: True, method="draft"),
+    Capability(flag="drafts", needs="multi-token prediction (speculative.tokens)", needed=lambda c: c.draft is not None,
+               proof=lambda m, c: _count(m, Predictor) == 1, method="draft"),
 )
 
 
@@ -144,6 +154,8 @@ def load(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, co
         whole = kind(checkpoint, table)
         model = whole if comm is None else kind(checkpoint, table, comm)
     _prove(whole, checkpoint)
+    if checkpoint.draft is not None and not any("mtp." in name for name in weights.files_of(checkpoint.path)):
+        raise CheckpointError(f"{checkpoint.path} has no mtp.* weights, which drafting needs; set speculative.tokens to 0")
     weights.load_into(model, whole, checkpoint.path, dtype=dtype, device=device, quantization=checkpoint.quantization,
                       progress=progress,
                       rename=lambda name: _rename(name, isinstance(model, VisionModel), checkpoint))
@@ -183,12 +195,14 @@ _PREFIXES = {"model.language_model.": "model.", "language_model.model.": "model.
 
 
 def _rename(name: str, vision: bool, checkpoint: Checkpoint) -> str | None:
-    """A name on disk, under any of the prefixes that Qwen checkpoints use. Left out are extra heads, an unused tower, and the
-    frequencies that old files repeat."""
+    """A name on disk, under any of the prefixes that Qwen checkpoints use. Left out are an unused tower, an unused
+    layer that drafts, a tied head, and the frequencies that old files repeat."""
     for prefix, ours in _PREFIXES.items():
         if name.startswith(prefix):
             name = ours + name.removeprefix(prefix)
             break
-    if name.startswith(("mtp.", "model.mtp.") if vision else ("mtp.", "model.mtp.", "visual.")) or name.endswith(".inv_freq"):
+    name = name.removeprefix("model.") if name.startswith("model.mtp.") else name
+    unused = (*(() if checkpoint.draft is not None else ("mtp.",)), *(() if vision else ("visual.",)))
+    if name.startswith(unused) or name.endswith(".inv_freq"):
         return None
     return None if name.startswith("lm_head.weight") and checkpoint.tie_embeddings else name

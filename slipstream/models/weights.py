@@ -125,7 +125,7 @@ def _read_scales(dequantiser: Dequantiser, pieces: dict[str, Piece], files: dict
             raise CheckpointError(f"cannot read {scale} from {file}: {error}") from error
 
 
-_KV_SCALE = re.compile(r"(?:(?:model|language_model)\.)*(?P<layer>layers\.\d+)\.self_attn\."
+_KV_SCALE = re.compile(r"(?:(?:model|language_model)\.)*(?P<layer>(?:mtp\.)?layers\.\d+)\.self_attn\."
                        r"(?:(?:attn\.|[kv]_proj\.)?[kv]_scale|[kv]_proj\.output_scale)")
 
 

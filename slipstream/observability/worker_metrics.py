@@ -55,6 +55,8 @@ class WorkerMetrics:
             "reused_tokens": self._counter("reused_tokens", "Of landed_tokens, those found in the prefix cache: their KV did "
                                            "not travel."),
             "output_tokens": self._counter("output_tokens", "Tokens drawn here."),
+            "spec_draft_tokens": self._counter("spec_draft_tokens", "Drafts that were verified (speculative.tokens)."),
+            "spec_accepted_tokens": self._counter("spec_accepted_tokens", "Of spec_draft_tokens, those that became output."),
             "preemptions": self._counter("preemptions", "Requests handed back for a resume, to free memory for others."),
             "evicted_blocks": self._counter("evicted_blocks", "Cached blocks dropped to make room."),
         }

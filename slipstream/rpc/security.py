@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import grpc
 import grpc.aio
 
-from slipstream.config_access import SecurityConfig
+from slipstream.config import SecurityConfig
 from slipstream.errors import ConfigError
 
 logger = logging.getLogger(__name__)

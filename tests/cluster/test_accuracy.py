@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
 
 from slipstream import checkpoint as checkpoints
 from slipstream.checkpoint import DEMO
-from tests.support import oracle
+from tests.support import mtp, oracle
 from tests.support.cluster import Cluster
 from tests.support.samples import Sample, Samples
 from tests.support.worker_client import Prompt, pair
@@ -22,7 +24,16 @@ CHECKPOINT = checkpoints.read(DEMO)
 STOPS = CHECKPOINT.eos_token_ids
 SAMPLES = Samples(CHECKPOINT)
 
-MODES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {"one token a step": (lambda _: DEMO, [])}
+
+
+def drafting(folder: Path) -> Path:
+    """DEMO with a random layer that drafts."""
+    shutil.copytree(DEMO, folder, dirs_exist_ok=True)
+    return mtp.add(folder)
+
+
+MODES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
+    "one token a step": (lambda _: DEMO, []), "drafts": (drafting, ["speculative.tokens=2"])}
 """How tokens are drawn: a checkpoint that answers as DEMO does, made in an empty folder, and what its workers are told."""
 
 HARD = {"count": [(f"Count {first} to {last}.", ", ".join(map(str, range(first, last + 1))) + ".")
@@ -46,8 +57,13 @@ def right() -> dict[str, list[int]]:
 
 
 @pytest.fixture(scope="module", params=MODES)
-def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    make, told = MODES[request.param]
+def mode(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def cluster(mode: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    make, told = MODES[mode]
     folder = make(tmp_path_factory.mktemp("checkpoint"))
     cluster = Cluster(tmp_path_factory.mktemp("logs"))
     cluster.start_workers("prefill", "decode", overrides=[f"model.path={folder}", "model.dtype=float32", *told])
@@ -63,7 +79,7 @@ def score(answers: dict[str, list[int]]) -> Counter[str]:
                    if SAMPLES.decode(answers[sample.name]).strip() == sample.answer.strip())
 
 
-async def test_accuracy_is_transformers_own_task_by_task(cluster: Cluster, right: dict[str, list[int]]) -> None:
+async def test_accuracy_is_transformers_own_task_by_task(cluster: Cluster, mode: str, right: dict[str, list[int]]) -> None:
     async with pair(cluster.processes["prefill-0"].address, cluster.processes["decode-0"].address) as both:
         async def answer(sample: Sample) -> tuple[str, list[int]]:
             prompt = Prompt(tokens=sample.tokens, pixels=sample.pixels, grids=sample.grids, max_tokens=MAX_TOKENS,
@@ -72,6 +88,11 @@ async def test_accuracy_is_transformers_own_task_by_task(cluster: Cluster, right
 
         answers = dict(await asyncio.gather(*map(answer, asked())))
         await both.until_empty()
+    async with httpx.AsyncClient() as client:
+        told = (await client.get(f"http://{cluster.processes['decode-0'].metrics}/metrics")).text
+    drafts = next(float(line.split()[-1]) for line in told.splitlines()
+                  if line.startswith("slipstream_worker_spec_draft_tokens_total"))
+    assert (drafts > 0) == (mode == "drafts")
     found, expected = score(answers), score(right)
     assert found == expected
     assert answers == right

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import queue
-from collections.abc import Callable
+import functools
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,43 +15,18 @@ import torch
 from slipstream import checkpoint as checkpoints
 from slipstream import sharding
 from slipstream.checkpoint import DEMO
-from slipstream.config import EngineConfig
-from slipstream.engine import caches, gang, log
 from slipstream.engine.engine import Engine, GenerationRequest
-from slipstream.engine.executor import RankExecutor
-from slipstream.errors import GangError
-from slipstream.layers.parallel import Communicator
 from slipstream.models import registry
 from slipstream.types import Grid, RequestId, SamplingParams
-from tests.support import engine_driver, oracle, ranks, tiny
+from tests.support import engine_driver, mtp, oracle, tiny
+from tests.support.drafting import RIGHT, Watched
 from tests.support.engine_driver import assert_empty, poison, request
 from tests.support.engine_pair import Pair
+from tests.support.replica import CONFIG, replica
 from tests.support.samples import Samples
-from worker.link import Follower, Hello, Leader
 
-CONFIG = EngineConfig(kv_cache_tokens=16 * 60, max_running=8, max_batch_tokens=96, growth_tokens=8, state_snapshots=6)
-Down = log.Step | log.CopyBlock | log.CopyState | log.Beat | log.End
-Up = log.Tokens | log.Beat
 Asks = list[tuple[GenerationRequest, Any]]
 """Each with its pixels."""
-
-
-class QueueLog:
-    """Implements gang.Log over a Leader."""
-
-    def __init__(self, leader: Leader[Any, Any]) -> None:
-        self._leader = leader
-        self._tokens: queue.Queue[log.Tokens | str] = queue.Queue()
-        leader.start(lambda rank, entry: self._tokens.put(entry), self._tokens.put)
-
-    def append(self, entry: log.Entry) -> None:
-        self._leader.append(entry)
-
-    def next_tokens(self) -> log.Tokens:
-        found = self._tokens.get(timeout=30)
-        if isinstance(found, str):
-            raise GangError(found)
-        return found
 
 
 def asks() -> Asks:
@@ -112,6 +87,24 @@ def test_the_tokens_of_one_rank_alone(tp: int, pp: int, alone: dict[tuple[str, i
     assert replica(DEMO, tp, pp, serve) == alone
 
 
+@pytest.mark.parametrize(("tp", "pp"), [(1, 3), (2, 2)])
+def test_the_same_tokens_with_drafts(tp: int, pp: int, alone: dict[tuple[str, int], list[int]], tmp_path: Path) -> None:
+    """Several steps are in flight, requests are given up in the middle, and of the drafts any number is right."""
+    folder = mtp.add(shutil.copytree(DEMO, tmp_path / "demo"))
+    prompts = {asked.id.name: asked.tokens for asked, _ in asks()}
+    texts = [[*prompts[name.rpartition("-")[0]], *tokens] for (name, _), tokens in alone.items()]
+    accepted = []
+
+    def counted(engine: Engine) -> dict[tuple[str, int], list[int]]:
+        found = serve(engine)
+        accepted.append(engine.counters().spec_accepted_tokens)
+        return found
+
+    watch = functools.partial(Watched, right=RIGHT["mixed"], texts=texts)
+    assert replica(folder, tp, pp, counted, drafts=3, watch=watch) == alone
+    assert accepted[0] > 50
+
+
 @pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 1), (2, 3)])
 def test_deepstack_reaches_the_stages_that_add_it(tp: int, pp: int, vl: tuple[Path, Asks, list[list[int]]]) -> None:
     """Features for layers 0 to 2, of which stage 0 has at most two; pictures and a text in one step, cut inside a picture."""
@@ -149,41 +142,3 @@ def vl(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory)
                         images=[bytes([len(name), h, w]) * 4 for h, w in sizes])
         asks.append((asked, pixels))
     return folder, asks, [oracle.greedy(folder, asked.tokens, pixels, 12) for asked, pixels in asks]
-
-
-def replica(folder: Path, tp: int, pp: int, serve: Callable[[Engine], Any]) -> Any:
-    """What `serve` makes of rank 0's engine; the other ranks follow it."""
-    checkpoint = checkpoints.read(folder)
-    geometry = sharding.plan(checkpoint, tp=tp, pp=pp)
-    port: queue.Queue[int] = queue.Queue()
-
-    def work(comm: Communicator) -> Any:
-        torch.set_num_threads(1)
-        model = registry.load(checkpoint, dtype=torch.float32, device=torch.device("cpu"), comm=comm)
-        with torch.inference_mode():
-            return lead(comm, model) if comm.shard.rank == 0 else follow(comm, model)
-
-    def lead(comm: Communicator, model: Any) -> Any:
-        leader: Leader[Any, Any] = Leader("127.0.0.1", 0, world=geometry.world, epoch=1, fingerprint="same", up=Up)
-        for _ in range(geometry.world - 1):
-            port.put(leader.port)
-        leader.gather(30, 0)
-        engine = Engine(model, checkpoint, CONFIG, comm=comm, log=QueueLog(leader))
-        poison(engine)
-        found = serve(engine)
-        leader.close()
-        return found
-
-    def follow(comm: Communicator, model: Any) -> Any:
-        hello = Hello(rank=comm.shard.rank, world=geometry.world, epoch=1, fingerprint="same")
-        link: Follower[Any] = Follower("127.0.0.1", port.get(timeout=30), hello, down=Down, timeout_seconds=30)
-        link.start(lambda reason: None)
-        own = caches.allocate(comm.shard.specs(checkpoint.layers), CONFIG, CONFIG.max_running + CONFIG.state_snapshots,
-                              torch.float32, torch.device("cpu"))
-        local = RankExecutor(model, own, CONFIG.block_size, torch.device("cpu"), comm,
-                             checkpoint=checkpoint, dtype=torch.float32)
-        while not isinstance(entry := link.read(), log.End):
-            gang.follow(entry, local, link.say, lambda published, layer: None)
-
-    (found, *_) = ranks.run(geometry, work)
-    return found

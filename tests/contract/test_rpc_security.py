@@ -15,7 +15,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 
-from slipstream.config_access import SecurityConfig
+from slipstream.config import SecurityConfig
 from slipstream.errors import ConfigError
 from slipstream.rpc import security
 from slipstream.rpc.channel import connect, connect_blocking

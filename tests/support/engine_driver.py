@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
+from slipstream.engine.caches import states_of
 from slipstream.engine.engine import Engine, GenerationRequest, Reservation, StepResult
 from slipstream.errors import SlipstreamError
-from slipstream.layers.batch import AttentionCache, LinearCache
+from slipstream.layers.batch import AttentionCache
 from slipstream.types import FinishReason, Grid, RequestId, SamplingParams, StopParams
 
 
@@ -95,19 +96,17 @@ def copy_state(source: Engine, blocks: Sequence[int], slot: int | None, target: 
             for row in range(landing.have_tokens, rows):
                 there = landing.blocks[row // size]
                 theirs.kv[there, :, :, row % size] = ours.kv[blocks[row // size], :, :, row % size]
-        else:
-            assert isinstance(theirs, LinearCache)
+        for name, state in states_of(ours).items():
             assert slot is not None
             assert landing.state_slot is not None
-            theirs.conv[landing.state_slot] = ours.conv[slot]
-            theirs.recurrent[landing.state_slot] = ours.recurrent[slot]
+            states_of(theirs)[name][landing.state_slot] = state[slot]
 
 
 def poison(engine: Engine) -> None:
     """Fill all caches with NaN: whatever is read before it is written shows."""
     for cache in engine.caches:
-        for tensor in (cache.kv,) if isinstance(cache, AttentionCache) else (cache.conv, cache.recurrent):
-            tensor.fill_(torch.nan)
+        for tensor in ([cache.kv] if isinstance(cache, AttentionCache) else []) + list(states_of(cache).values()):
+            tensor.view(torch.uint8).fill_(127) if tensor.dtype == torch.float8_e4m3fn else tensor.fill_(torch.nan)
 
 
 def assert_empty(engine: Engine) -> None:

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.checkpoint import Checkpoint
-from slipstream.layers.batch import AttentionCache, ForwardBatch, LayerCache, LinearCache
+from slipstream.layers.batch import AttentionCache, DraftCache, ForwardBatch, LayerCache, LinearCache
 from slipstream.models.qwen import CausalLM
 from slipstream.models.registry import VisionModel
 from slipstream.positions import mrope_positions, placeholders
-from slipstream.sharding import deepstack_levels
-from slipstream.types import AttentionLayer, Grid
+from slipstream.sharding import visual_levels
+from slipstream.types import AttentionLayer, DraftLayer, Grid
 
 BLOCK_SIZE = 16
 POISON = float("nan")
@@ -34,6 +34,7 @@ class Plain:
     blocks: int = 32
     slot: int = 1
     length: int = 0
+    last: NDArray[np.int32] = field(default_factory=lambda: np.zeros((1, 3), np.int32))
     delta: int = 0
     caches: list[LayerCache] = field(default_factory=list)
     table: list[int] = field(default_factory=list)
@@ -46,7 +47,9 @@ class Plain:
         for layer in self.model.comm.shard.specs(self.checkpoint.layers):
             if isinstance(layer, AttentionLayer):
                 shape = (self.blocks, layer.kv_heads, 2, BLOCK_SIZE, layer.head_size)
-                self.caches.append(AttentionCache(kv=torch.full(shape, POISON, dtype=dtype)))
+                kv = torch.full(shape, POISON, dtype=dtype)
+                self.caches.append(DraftCache(kv=kv, hidden=torch.full((3, layer.hidden_size), POISON, dtype=dtype))
+                                   if isinstance(layer, DraftLayer) else AttentionCache(kv=kv))
                 continue
             self.caches.append(LinearCache(
                 conv=torch.full((3, sum(layer.conv_segments), layer.conv_width - 1), POISON, dtype=dtype),
@@ -75,7 +78,7 @@ class Plain:
             assert isinstance(self.model, VisionModel)
             embeds = torch.cat(self.model.encode_images(pixels))
         if pixels and comm.shard.first:
-            width = (1 + deepstack_levels(checkpoint, comm.shard)) * checkpoint.hidden_size
+            width = (1 + visual_levels(checkpoint, comm.shard)) * checkpoint.hidden_size
             embeds = comm.broadcast(embeds, (len(places), width), self.dtype)
         out = []
         for start in range(0, len(tokens), chunk):
@@ -101,14 +104,16 @@ class Plain:
     def _forward(self, tokens: Sequence[int], positions: NDArray[np.int32], rows: list[int], embeds: Tensor | None) -> Tensor:
         count = len(tokens)
         places = [self.length + i for i in range(count)]
+        before, self.last = np.concatenate((self.last, positions[:-1])), positions[-1:]
         slots = [self.table[place // BLOCK_SIZE] * BLOCK_SIZE + place % BLOCK_SIZE for place in places]
         batch = ForwardBatch(
-            token_ids=torch.tensor(tokens), positions=torch.tensor(positions), query_lens=(count,), context_lens=(self.length,),
+            token_ids=torch.tensor(tokens), positions=torch.tensor(positions), before=torch.tensor(before),
+            query_lens=(count,), context_lens=(self.length,),
             block_tables=torch.tensor([self.table], dtype=torch.int32), slot_mapping=torch.tensor(slots),
             state_slots=torch.tensor([self.slot]), logit_rows=torch.arange(count),
             visual_rows=torch.tensor(rows) if rows else None, visual_embeds=embeds if rows else None)
         comm = self.model.comm
-        given = count + deepstack_levels(self.checkpoint, comm.shard) * len(rows)
+        given = count + visual_levels(self.checkpoint, comm.shard) * len(rows)
         hidden = None if comm.shard.first else comm.recv((given, self.checkpoint.hidden_size), self.dtype)
         logits: Tensor | None = self.model(batch, self.caches, self.layers_done.append, hidden=hidden)
         self.length += count

@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from slipstream.engine.caches import states_of
 from slipstream.layers.batch import AttentionCache, LayerCache, LinearCache
 from slipstream.layers.parallel import Communicator
 from slipstream.sharding import Geometry, Shard, heads_of
@@ -94,7 +95,7 @@ def part_of(cache: LayerCache, layer: LayerSpec, shard: Shard) -> list[Tensor]:
     """What a rank must hold of one layer's whole cache."""
     if isinstance(layer, AttentionLayer):
         assert isinstance(cache, AttentionCache)
-        return [cache.kv[:, list(heads_of(layer.kv_heads, shard.tp, shard.tp_rank))]]
+        return [cache.kv[:, list(heads_of(layer.kv_heads, shard.tp, shard.tp_rank))], *states_of(cache).values()]
     assert isinstance(cache, LinearCache)
     keys, values = (list(heads_of(heads, shard.tp, shard.tp_rank)) for heads in (layer.key_heads, layer.value_heads))
     q, k, v = (segment.contiguous() for segment in torch.split(cache.conv, list(layer.conv_segments), 1))
@@ -106,4 +107,4 @@ def part_of(cache: LayerCache, layer: LayerSpec, shard: Shard) -> list[Tensor]:
 
 def tensors_of(cache: LayerCache) -> list[Tensor]:
     """The tensors of one layer's cache."""
-    return [cache.kv] if isinstance(cache, AttentionCache) else [cache.conv, cache.recurrent]
+    return [*([cache.kv] if isinstance(cache, AttentionCache) else []), *states_of(cache).values()]

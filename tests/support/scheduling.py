@@ -30,10 +30,11 @@ class Copies:
 
 
 def scheduler(*, blocks: int = 64, block_size: int = 4, slots: int = 8, max_running: int = 8, budget: int = 32, chunk: int = 0,
-              parked_fraction: float = 1.0, growth: int = 1000, snapshots: int = 0, cache: bool = True) -> Scheduler:
+              parked_fraction: float = 1.0, growth: int = 1000, snapshots: int = 0, cache: bool = True,
+              drafts: int = 0) -> Scheduler:
     pool = BlockPool(blocks, block_size)
     memory = Memory(pool, StatePool(slots), PrefixCache(pool, StatePool(snapshots, first=slots), enabled=cache), Copies(),
-                    growth_tokens=growth)
+                    growth_tokens=growth, draft_tokens=drafts)
     return Scheduler(memory, max_running=max_running, max_batch_tokens=budget, chunk_tokens=chunk,
                      parked_fraction=parked_fraction)
 

@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 
 from cache_transfer.layout import CacheLayout, Kind, differences
-from slipstream.types import AttentionLayer, LinearLayer
+from slipstream.sharding import Geometry, Shard
+from slipstream.types import AttentionLayer, DraftLayer, LinearLayer
 
 LINEAR = LinearLayer(name="layers.0", key_heads=2, value_heads=4, key_head_size=3, value_head_size=5, conv_width=4)
 FULL = AttentionLayer(name="layers.1", kv_heads=2, head_size=16)
@@ -47,3 +48,17 @@ def test_equal_layouts_are_equal_wherever_they_are_made() -> None:
     again = dataclasses.replace(HYBRID, layers=tuple(dataclasses.replace(layer) for layer in HYBRID.layers))
     assert again.hash == HYBRID.hash
     assert differences(HYBRID.fields(), again.fields()) == ""
+
+
+def test_a_layer_that_drafts_adds_its_rows_and_one_state() -> None:
+    """The state is whole on every tensor rank of the last stage; a side without it is refused with both values."""
+    layer = DraftLayer(name="mtp.layers.0", kv_heads=2, head_size=16, hidden_size=96)
+    layout = dataclasses.replace(HYBRID, layers=(LINEAR, FULL, layer))
+    assert layout.bytes_necessary(5) == (2 * 128 * 5, 192 + 240 + 96 * 2)
+    assert [spec.name for spec in layout.tensors[3:]] == ["mtp.layers.0.kv", "mtp.layers.0.hidden"]
+    geometry = Geometry(tp=2, stages=(1, 2))
+    for rank in (2, 3):
+        kv, draft_kv, hidden = layout.held(Shard(geometry=geometry, rank=rank))
+        assert (kv.unit_bytes, draft_kv.unit_bytes, hidden.unit_bytes) == (64, 64, 192)
+    assert layout.hash != HYBRID.hash
+    assert differences(layout.fields(), HYBRID.fields()) == f"layer 2: ours {layer!r}, theirs absent"

@@ -16,7 +16,7 @@ from torch import Tensor
 from slipstream import checkpoint as checkpoints
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.kernels import dispatch
-from slipstream.models import qwen, registry, vision
+from slipstream.models import decoder, qwen, registry, vision
 from slipstream.models.qwen import CausalLM
 from tests.support.small import hybrid_checkpoint, random_model
 
@@ -162,7 +162,7 @@ def test_a_class_without_the_parts_that_it_declares_is_refused(part: str, flag: 
     checkpoint = dataclasses.replace(demo, path=Path("nowhere"), **change)
     with pytest.raises(CheckpointError, match="nowhere"):  # all is proved, and the first weight is missing
         registry.load(checkpoint, dtype=torch.float32, device=CPU)
-    for module in (qwen, vision):
+    for module in (decoder, qwen, vision):
         monkeypatch.setattr(module, part, _Nothing, raising=False)
     if part.endswith("Tower"):
         monkeypatch.setattr(registry.architectures()[checkpoint.architecture], "tower", _Nothing, raising=False)

@@ -78,13 +78,13 @@ def test_running_tells_prefill_from_decode() -> None:
 def test_what_the_engine_did_is_added_once() -> None:
     rig = Rig()
     first = EngineCounters(steps=3, step_seconds=0.5, prompt_tokens=10, cached_tokens=4, landed_tokens=20, reused_tokens=16,
-                           output_tokens=7, preemptions=1, evicted_blocks=2)
+                           output_tokens=7, spec_draft_tokens=6, spec_accepted_tokens=5, preemptions=1, evicted_blocks=2)
     rig.metrics.engine_did(first)
     rig.metrics.engine_did(first)
     rig.metrics.engine_did(replace(first, steps=5, output_tokens=9))
     names = ("steps", "step_seconds", "prompt_tokens", "cached_tokens", "landed_tokens", "reused_tokens", "output_tokens",
-             "preemptions", "evicted_blocks")
-    assert [rig(f"{name}_total") for name in names] == [5, 0.5, 10, 4, 20, 16, 9, 1, 2]
+             "spec_draft_tokens", "spec_accepted_tokens", "preemptions", "evicted_blocks")
+    assert [rig(f"{name}_total") for name in names] == [5, 0.5, 10, 4, 20, 16, 9, 6, 5, 1, 2]
     assert set(names) == set(EngineCounters.__dataclass_fields__), "nothing that the engine counts is left out"
 
 

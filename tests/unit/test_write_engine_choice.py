@@ -15,7 +15,7 @@ from cache_transfer.channels.engines import choose_engine
 from cache_transfer.channels.engines.base import Address, parse
 from cache_transfer.channels.engines.environment import interface, set_environment
 from cache_transfer.paths import open_paths
-from slipstream import config
+from slipstream import config_rules
 from slipstream.config import FaultsConfig, TransferConfig
 from slipstream.errors import ConfigError, IncompatibleError, TransferError
 
@@ -47,7 +47,7 @@ def test_none_says_what_to_install(monkeypatch: pytest.MonkeyPatch, name: str) -
 
 
 def test_the_configuration_knows_the_same_names() -> None:
-    assert ("auto", *engines.KNOWN) == config.NAMES["transfer.rdma.engine"]
+    assert ("auto", *engines.KNOWN) == config_rules.NAMES["transfer.rdma.engine"]
 
 
 def test_faults_that_are_on_are_named_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
