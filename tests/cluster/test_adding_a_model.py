@@ -49,6 +49,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.long
 def test_the_model_of_the_page_is_transformers_own(tree: Path) -> None:
     done = subprocess.run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-vv", "-k", "llama or tiny_configuration",
                            *SUITES], cwd=tree, capture_output=True, text=True)

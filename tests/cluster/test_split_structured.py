@@ -93,9 +93,9 @@ def test_any_object_and_a_first_token_that_ends_the_answer(client: openai.OpenAI
 
 
 @pytest.mark.parametrize(("response_format", "field"), [
-    ({"type": "xml"}, "response_format.type"), ("json", "response_format.type"), ({}, "response_format.type"),
+    ({"type": "xml"}, "response_format.type"), ("json", "response_format"), ({}, "response_format.type"),
     ({"type": "json_schema"}, "response_format.json_schema"),
-    ({"type": "json_schema", "json_schema": {"name": "x", "schema": "{"}}, "response_format.json_schema"),
+    ({"type": "json_schema", "json_schema": {"name": "x", "schema": "{"}}, "response_format.json_schema.schema"),
     (form({"type": "obj"}), "response_format"), (form({"type": "string", "pattern": "("}), "response_format"),
     (form({"enum": ["x" * 70_000]}), "response_format"),
 ])

@@ -110,7 +110,7 @@ def make(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(scope="module")
 def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
-    with front(tmp_path_factory.mktemp("router"), *REFUSING, "router.max_in_flight=2") as one:
+    with front(tmp_path_factory.mktemp("router"), *REFUSING, "router.max_in_flight=2", "router.max_waiting=0") as one:
         yield one
 
 

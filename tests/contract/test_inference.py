@@ -29,7 +29,7 @@ SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.Health
 @pytest.fixture(scope="module")
 def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
     with front(tmp_path_factory.mktemp("router"), *REFUSING, "router.unread_bytes=4000", "router.max_in_flight=4",
-               "router.request_timeout_seconds=15") as one:
+               "router.max_waiting=0", "router.request_timeout_seconds=15") as one:
         yield one
 
 

@@ -222,7 +222,6 @@ def test_a_failure_before_the_first_event_has_a_status(router: Front) -> None:
         ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [{**TOOL, "strict": True}]}, "tools"),
         ({"text": 5}, "text"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         ({"reasoning": {"effort": "enormous"}}, "input"),
         ({"reasoning": {"effort": 5}}, "reasoning.effort"),

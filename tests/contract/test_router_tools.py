@@ -228,7 +228,6 @@ FUNCTION = WEATHER["function"]
         ({"tools": [WEATHER], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "get_weather"}}}, "tool_choice"),
         ({"tools": [{"type": "function", "function": {**FUNCTION, "strict": True}}]}, "tools"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}}, "response_format"),
         ({"response_format": {"type": "json_schema", "schema": {}}}, "response_format.schema"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format.json_schema.schema"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
