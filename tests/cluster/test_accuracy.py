@@ -72,6 +72,7 @@ def score(answers: dict[str, list[int]]) -> Counter[str]:
                    if SAMPLES.decode(answers[sample.name]).strip() == sample.answer.strip())
 
 
+@pytest.mark.long
 async def test_accuracy_is_transformers_own_task_by_task(cluster: Cluster, mode: str, right: dict[str, list[int]]) -> None:
     async with pair(cluster.processes["prefill-0"].address, cluster.processes["decode-0"].address) as both:
         async def answer(sample: Sample) -> tuple[str, list[int]]:

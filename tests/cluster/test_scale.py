@@ -30,6 +30,7 @@ async def replicas(client: httpx.AsyncClient) -> dict[str, dict[str, Any]]:
     return {one["replica_id"]: one for one in (await client.get("/status")).json()["replicas"]}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 async def test_replicas_come_and_go_under_load() -> None:
     kinds = [ask for ask in asks() if ask.name.startswith(("long-4", "long-5", "sampled-11", "img_two-0"))]

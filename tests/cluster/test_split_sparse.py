@@ -28,7 +28,7 @@ from tests.support.engine_driver import run
 from tests.support.traffic import Ask, Reply, send, until_healthy
 from tests.support.worker_client import Prompt, pair
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(240)]
 
 KEPT = ("linear_attn.conv1d", "linear_attn.in_proj_a", "linear_attn.in_proj_b", "mlp.gate", "mlp.shared_expert_gate")
 QUANTIZATION = {

@@ -16,7 +16,7 @@ from tests.support.worker_client import pair
 CHUNKS = (0, 7, 64)
 
 
-@pytest.fixture(scope="module", params=tiny.FAMILIES)
+@pytest.fixture(scope="module", params=tiny.deployed())
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Cluster]]:
     """A checkpoint folder, one decode replica, and one prefill replica for each chunk size (`prefill-0`, ...)."""
     folder = tiny.write(request.param, tmp_path_factory.mktemp(request.param))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -97,6 +98,12 @@ NAMES = tuple(_MODELS)
 FAMILIES = tuple(name for name in NAMES if name not in ("qwen3_tied_vl", "qwen3_5_text_tied", "qwen3_moe_mixed",
                                                         "qwen3_5_moe_text"))
 """Without further variants of one family."""
+_QUICK = ("qwen2_5_vl", "qwen3_next", "qwen3_5_moe_vl")
+
+
+def deployed(*more: str) -> list[Any]:
+    """FAMILIES, and `more`, for tests with processes of their own: those that have the most parts, and the others as `long`."""
+    return [pytest.param(name, marks=() if name in _QUICK else pytest.mark.long) for name in (*FAMILIES, *more)]
 
 
 def declared(name: str) -> Any:
