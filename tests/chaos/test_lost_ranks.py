@@ -20,6 +20,7 @@ SECONDS_TO_NOTICE = 5.0
 """That a rank is silent."""
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_a_replica_without_one_of_its_ranks_is_none(tmp_path: Path, rank: int) -> None:

@@ -110,6 +110,7 @@ def test_a_deployment_from_start_to_drain(start: Callable[..., Command]) -> None
     assert served.leftovers() == re.findall(r"logs: (\S+)$", served.text, re.MULTILINE), "the logs say why three were restarted"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_no_process_outlives_a_launcher_that_was_killed(start: Callable[..., Command]) -> None:
     served = start()

@@ -148,6 +148,7 @@ def test_a_gang_is_placed_restarted_and_taken_over_whole(nodes: RayNodes) -> Non
             one.clean_up()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_what_has_no_place_is_named_with_what_is_missing(nodes: RayNodes) -> None:
     for setting, missing in [
