@@ -169,7 +169,8 @@ def served(weather: Weather, tmp_path: Path) -> Iterator[Command]:
     settings = [*pools, "router.port=0", "router.cpus=0.1", "ray.unresponsive_seconds=6", f"ray.log_dir={tmp_path / 'logs'}",
                 "router.worker_silence_seconds=3", "transfer.lease_seconds=5", "engine.kv_cache_tokens=6000", *weather.settings]
     if DRAFTS:
-        settings += [f"speculative.tokens={DRAFTS}", f"model.path={mtp.demo(tmp_path / 'checkpoint')}"]
+        folder = mtp.demo(tmp_path / "checkpoint")
+        settings += [f"speculative.tokens={DRAFTS}", "model.served_name=demo", f"model.path={folder}"]
     command = Command(["serve", *(part for setting in settings for part in ("--set", setting))])
     yield command
     command.clean_up()
