@@ -67,6 +67,7 @@ def demo(
     from rich.console import Console
 
     from launch import demo, serve, smollm2
+    from slipstream.config import user_cache
     from slipstream.typed import check_name
 
     console = Console()
@@ -74,7 +75,7 @@ def demo(
     # Any free port and a name of its own: a demo must not collide with a deployment that is up.
     fixed, asked = ["router.port=0", f"ray.deployment=demo-{os.getpid()}"], demo.questions()
     if model == "smollm2":
-        folder = smollm2.provide(smollm2.cache_folder(os.environ), lambda text: typer.echo(f"smollm2: {text}"))
+        folder = smollm2.provide(user_cache(), lambda text: typer.echo(f"smollm2: {text}"))
         fixed += [f"model.path={json.dumps(str(folder))}", "engine.kv_cache_tokens=8192"]
         asked = demo.questions(model)
     settings = _config(config, [*fixed, *(set_ or [])])

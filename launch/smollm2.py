@@ -13,7 +13,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +37,6 @@ _BLOCK = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": 
 _OTHER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
 _CONTROL = 3
 """Kind of a token that text does not spell."""
-
-
-def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Ours in the user's cache folder."""
-    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipstream"
 
 
 def provide(cache: Path, say: Say) -> Path:

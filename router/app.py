@@ -219,7 +219,8 @@ class App:
         deadline = self._deadline(request)
         asked = tokens.tokenize_request(await self._body(request, deadline))
         ids = await _unless_gone(request, self._service.tokens(asked.model or self._service.model_name,
-                                                               partial(tokens.build, asked, self._service.builder), deadline))
+                                                               partial(tokens.build, asked, self._service.builder), deadline,
+                                                               request.state.client))
         words = map(self._service.builder.tokenizer.word, ids) if asked.wants_words else None
         return _respond({"count": len(ids), "max_model_len": self._service.max_context, "tokens": ids,
                          "token_strs": None if words is None else list(words)})

@@ -57,12 +57,12 @@ class InferenceServer:
         self._health = health.aio.HealthServicer()
         self._watch: asyncio.Task[None] | None = None
         streams: dict[str, Callable[[bytes, Context], Awaitable[None]]] = {"Generate": self._generate, "Chat": self._chat}
-        calls: dict[str, Callable[[bytes], Awaitable[Message]]] = {
+        calls: dict[str, Callable[[bytes, Context], Awaitable[Message]]] = {
             "Tokenize": self._tokenize, "ListModels": self._list_models, "GetLoad": self._get_load}
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             name: grpc.unary_stream_rpc_method_handler(partial(self._guarded, name, work),
                                                        response_serializer=_serialize) for name, work in streams.items()}
-        handlers |= {name: grpc.unary_unary_rpc_method_handler(partial(self._guarded, name, _alone(work)),
+        handlers |= {name: grpc.unary_unary_rpc_method_handler(partial(self._guarded, name, work),
                                                                response_serializer=_serialize) for name, work in calls.items()}
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -158,24 +158,24 @@ class InferenceServer:
             elif deltas:
                 await context.write(kind(deltas=deltas))
 
-    async def _tokenize(self, data: bytes) -> Message:
+    async def _tokenize(self, data: bytes, context: Context) -> Message:
         request, service = await _parsed(pb.TokenizeRequest, data), self._service
-        model, deadline = request.model or service.model_name, time.monotonic() + service.config.router.request_timeout_seconds
+        model, deadline, client = request.model or service.model_name, self._deadline(context), self._client(context)
         if request.WhichOneof("input") == "conversation":
             asked = pb.ChatRequest(model=model, messages=request.conversation.messages)
             chat = await _converted(data, convert.chat_request, asked, model)
-            tokens = await service.tokens(model, lambda take: service.builder.chat(chat.messages, take), deadline)
+            tokens = await service.tokens(model, lambda take: service.builder.chat(chat.messages, take), deadline, client)
         else:
-            tokens = await service.tokens(model, lambda take: service.builder.text(request.text), deadline)
+            tokens = await service.tokens(model, lambda take: service.builder.text(request.text), deadline, client)
         return pb.TokenizeResponse(tokens=tokens, max_context=service.max_context)
 
-    async def _list_models(self, data: bytes) -> Message:
+    async def _list_models(self, data: bytes, context: Context) -> Message:
         service = self._service
         return pb.ListModelsResponse(models=[pb.Model(
             id=service.model_name, max_context=service.max_context, created=service.created,
             takes_images=service.checkpoint.image is not None, takes_videos=service.checkpoint.video is not None)])
 
-    async def _get_load(self, data: bytes) -> Message:
+    async def _get_load(self, data: bytes, context: Context) -> Message:
         return convert.load(self._service.status())
 
     def _deadline(self, context: Context) -> float:
@@ -188,13 +188,6 @@ class InferenceServer:
 async def _late(ticket: Ticket) -> None:
     await ticket.generation.wait()
     await asyncio.sleep(LINGER_SECONDS)
-
-
-def _alone(work: Callable[[bytes], Awaitable[Message]]) -> Callable[[bytes, Context], Awaitable[Message]]:
-    async def call(data: bytes, context: Context) -> Message:
-        return await work(data)
-
-    return call
 
 
 async def _parsed(kind: type[M], data: bytes) -> M:

@@ -237,9 +237,6 @@ def _landing(decodes: Sequence[Replica], question: Question, config: RoutingConf
     return found
 
 
-
-
-
 def _transfer_seconds(score: Score, decode: Replica, cached: int, tokens: int) -> float:
     """Of a pair: what is not hidden behind the computation. A constant where the replicas do not tell their bytes."""
     prefill = score[0]

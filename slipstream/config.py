@@ -298,6 +298,11 @@ def hub_cache() -> Path:
     return Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
 
 
+def user_cache() -> Path:
+    """Ours in the user's cache folder, which XDG_CACHE_HOME names."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipstream"
+
+
 def ray_job_stop_seconds() -> float | None:
     """How long `ray job stop` gives us to end before it kills us; None: this process was not started by a Ray job."""
     if "RAY_JOB_CONFIG_JSON_ENV_VAR" not in os.environ:

@@ -42,7 +42,7 @@ from worker.entries import (
 )
 from worker.link import Follower
 from worker.ranks import Place
-from worker.replica import cache_layout, cache_tensors, channel_ends, checkpoint_of, draft_tokens, fingerprint, snapshots
+from worker.replica import cache_layout, cache_tensors, channel_ends, draft_tokens, fingerprint, snapshots
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +169,7 @@ class FollowingReplica:
     def __init__(self, config: Config, role: Role, place: Place) -> None:
         """Raises ConfigError, CheckpointError and GangError."""
         self._config, self._role = config, role
-        checkpoint = checkpoint_of(config)
+        checkpoint = build.checkpoint_of(config)
         device = build.device_of(config.model)
         layout = cache_layout(config, checkpoint, config.model.name, build.dtype_name(config.model, checkpoint, device))
         self._link, comm = ranks.follow(place, fingerprint(role, layout, config), device)

@@ -12,9 +12,9 @@ import torch
 import xxhash
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from slipstream import checkpoint as checkpoints
 from slipstream import sharding
-from slipstream.config import Config, PoolConfig, hub_cache
+from slipstream.config import Config, PoolConfig
+from slipstream.engine import build
 from slipstream.errors import ConfigError, GangError
 from slipstream.layers import parallel
 from slipstream.layers.parallel import Communicator
@@ -67,7 +67,7 @@ def place(config: Config, role: Role, *, pool: str, rank: int, world: int, maste
     wanted = pool_of(config, role, pool)
     if (wanted.tp, wanted.pp, wanted.stages, rank) == (1, 1, (), 0) and world in (0, 1):
         return None
-    checkpoint = checkpoints.read(checkpoints.resolve(config.model.path, hub_cache()), drafts=config.speculative.tokens > 0)
+    checkpoint = build.checkpoint_of(config)
     geometry = sharding.plan(checkpoint, tp=wanted.tp, pp=wanted.pp, stages=wanted.stages,
                              expert_parallel=wanted.expert_parallel)
     if world not in (0, geometry.world) or not 0 <= rank < geometry.world:

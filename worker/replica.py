@@ -17,9 +17,8 @@ from cache_transfer.load import CacheLoader
 from cache_transfer.memory import CacheMemory
 from cache_transfer.paths import open_paths
 from cache_transfer.store import CacheStore
-from slipstream import checkpoint as checkpoints
 from slipstream.checkpoint import Checkpoint
-from slipstream.config import Config, TransferConfig, hub_cache
+from slipstream.config import Config, TransferConfig
 from slipstream.engine import build
 from slipstream.engine.caches import states_of
 from slipstream.engine.engine import Engine, StepResult
@@ -64,7 +63,7 @@ class Replica:
         several ranks; waits for them. Raises ConfigError, CheckpointError and GangError."""
         self._role = role
         self.config = config
-        self.checkpoint: Checkpoint = checkpoint_of(config)
+        self.checkpoint: Checkpoint = build.checkpoint_of(config)
         self.model_name = config.model.name
         self.device = build.device_of(config.model)
         self.dtype = build.dtype_name(config.model, self.checkpoint, self.device)
@@ -183,11 +182,6 @@ def channel_ends(role: Role, memory: CacheMemory, config: TransferConfig, *, rep
 def fingerprint(role: Role, layout: CacheLayout, config: Config) -> str:
     """What all ranks of a replica must have in common."""
     return f"{slipstream.__version__} {role.value} {layout.hash} {config.engine} {config.speculative}"
-
-
-def checkpoint_of(config: Config) -> Checkpoint:
-    """What is served; with the layer that drafts, if that is wanted. Raises ConfigError and CheckpointError."""
-    return checkpoints.read(checkpoints.resolve(config.model.path, hub_cache()), drafts=config.speculative.tokens > 0)
 
 
 def draft_tokens(role: Role, config: Config) -> int:

@@ -7,8 +7,9 @@ import time
 
 import torch
 
+from slipstream import checkpoint as checkpoints
 from slipstream.checkpoint import Checkpoint
-from slipstream.config import EngineConfig, ModelConfig
+from slipstream.config import Config, EngineConfig, ModelConfig, hub_cache
 from slipstream.engine import caches
 from slipstream.engine.engine import Engine
 from slipstream.engine.executor import RankExecutor
@@ -20,6 +21,11 @@ from slipstream.models import registry, weights
 from slipstream.types import KvScales
 
 logger = logging.getLogger(__name__)
+
+
+def checkpoint_of(config: Config) -> Checkpoint:
+    """What is served; with the layer that drafts, if that is wanted. Raises ConfigError and CheckpointError."""
+    return checkpoints.read(checkpoints.resolve(config.model.path, hub_cache()), drafts=config.speculative.tokens > 0)
 
 
 def device_of(model: ModelConfig) -> torch.device:

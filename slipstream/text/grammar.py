@@ -5,7 +5,6 @@ A model that thinks first does so freely: until its `</think>` every token is al
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
@@ -36,16 +35,6 @@ def json_schema(schema: Mapping[str, Any]) -> str:
     """A text that a JSON schema describes. An empty schema is any object: of a bare value, such as a number, nobody would know
     where it ends."""
     return LLMatcher.grammar_from_json_schema(dict(schema) or {"type": "object"}, overrides=_OPTIONS)
-
-
-def embedded(schema: Mapping[str, Any]) -> str:
-    """A JSON schema as a term of a Lark grammar."""
-    return "%json " + json.dumps({**schema, "x-guidance": _OPTIONS})
-
-
-def lark(text: str) -> str:
-    """A Lark grammar of llguidance's kind."""
-    return LLMatcher.grammar_from_lark(text)
 
 
 class Grammars:

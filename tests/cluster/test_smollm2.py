@@ -18,6 +18,7 @@ from transformers import modeling_gguf_pytorch_utils
 
 from launch import smollm2
 from slipstream import checkpoint as checkpoints
+from slipstream.config import user_cache
 from slipstream.errors import ConfigError, LaunchError
 from slipstream.models import registry
 from slipstream.text.tokenizer import Tokenizer
@@ -40,7 +41,7 @@ SIZE = "engine.kv_cache_tokens=2048"
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The user's cache folder, of this module alone but for the package, which each machine fetches once."""
     home = tmp_path_factory.mktemp("cache")
-    file = smollm2.fetch(smollm2.cache_folder(os.environ), print)
+    file = smollm2.fetch(user_cache(), print)
     place = home / PACKAGE / smollm2.FILE
     place.parent.mkdir(parents=True)
     place.symlink_to(file)
@@ -50,7 +51,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def folder(home: Path) -> Path:
-    return smollm2.provide(smollm2.cache_folder({"XDG_CACHE_HOME": str(home)}), print)
+    return smollm2.provide(home / "slipstream", print)
 
 
 @pytest.fixture(scope="module")

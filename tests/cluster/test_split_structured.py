@@ -5,8 +5,8 @@ Decode has two stages, so that what is allowed travels to the rank that draws.
 
 from __future__ import annotations
 
+import asyncio
 import json
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -21,6 +21,7 @@ from slipstream.checkpoint import DEMO
 from slipstream.errors import InvalidRequestError
 from slipstream.text import grammar
 from tests.support.cluster import Cluster
+from tests.support.traffic import until_healthy
 from tests.support.worker_client import pair
 
 SCHEMA = {"type": "object", "required": ["colour", "count"], "additionalProperties": False, "properties": {
@@ -45,13 +46,15 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     assert not complaints
 
 
+async def healthy(url: str) -> None:
+    async with httpx.AsyncClient(base_url=url) as client:
+        await until_healthy(client, 30)
+
+
 @pytest.fixture
 def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
     url = f"http://{cluster.processes['router-0'].address}"
-    until = time.monotonic() + 30
-    while httpx.get(f"{url}/health").status_code != 200:
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    asyncio.run(healthy(url))
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as one:
         yield one
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,7 +17,7 @@ from slipstream.engine import sampler
 from slipstream.engine.drafting import Drawn, accepted
 from slipstream.engine.engine import GenerationRequest
 from slipstream.layers.batch import AttentionCache
-from slipstream.types import SamplingParams, StopParams, TokenEvent
+from slipstream.types import FinishReason, SamplingParams, StopParams, TokenEvent
 from tests.support import mtp, oracle, tiny
 from tests.support.drafting import RIGHT, engine
 from tests.support.engine_driver import assert_empty, request
@@ -195,3 +196,61 @@ def test_the_distribution_through_the_engine(folder: Path) -> None:
     keys = list(outcomes)
     assert min(outcomes.values()) * 480 > 4
     assert chance([found[key] for key in keys], [480 * outcomes[key] for key in keys]) > 0.01
+
+
+class Form:
+    """A Matcher of its own: what may come depends on all that came, and `length` tokens are the end."""
+
+    def __init__(self, length: int, taken: Sequence[int] = ()) -> None:
+        self._length, self._taken = length, list(taken)
+
+    def copy(self) -> Form:
+        return Form(self._length, self._taken)
+
+    def accept(self, token: int) -> None:
+        assert self._may(token)
+        self._taken.append(token)
+
+    def ends_with(self, token: int) -> bool:
+        return len(self._taken) + 1 >= self._length
+
+    def allowed_along(self, drafts: Sequence[int]) -> list[bytes]:
+        found, after = [self._mask()], self.copy()
+        for token in drafts:
+            if not after._may(token) or after.ends_with(token):
+                break
+            after.accept(token)
+            found.append(after._mask())
+        return found
+
+    def _may(self, token: int) -> bool:
+        return token % 7 == sum(self._taken) % 7
+
+    def _mask(self) -> bytes:
+        return np.packbits([self._may(token) for token in range(512)], bitorder="little").tobytes()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_form_is_kept_and_is_the_same(folder: Path, temperature: float) -> None:
+    def write(drafts: int, texts: list[list[int]]) -> tuple[list[int], Any]:
+        made, model = engine(folder, drafts, layer=drafts > 0)
+        model.right, model.texts = RIGHT["mixed"], texts
+        asked = dataclasses.replace(request("form", range(30), 60, ignore_eos=True),
+                                    sampling=SamplingParams(temperature=temperature, seed=3))
+        made.submit(asked, matcher=Form(41))
+        events: list[TokenEvent] = []
+        while made.has_work:
+            result = made.step()
+            assert not result.failures
+            events += result.events
+        assert events[-1].finish is FinishReason.STOP
+        assert_empty(made)
+        return [event.token for event in events], made.counters()
+
+    expected, slow = write(0, [])
+    assert len(expected) == 41
+    found, fast = write(3, [[*range(30), *expected]])
+    assert found == expected
+    assert fast.spec_accepted_tokens > 10
+    assert fast.spec_accepted_tokens < fast.spec_draft_tokens
+    assert fast.steps < slow.steps

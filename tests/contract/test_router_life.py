@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -23,21 +22,6 @@ from tests.support.scripted_router import Front, Later
 from tests.support.scripted_workers import Stage
 
 LONG = tuple(Tokenizer(DEMO).encode("The quick brown fox jumps over the lazy dog, and a purple triangle is in row two."))
-
-
-@pytest.fixture
-def stage() -> Iterator[Stage]:
-    one = Stage()
-    yield one
-    one.close()
-
-
-@pytest.fixture
-def router(stage: Stage, tmp_path: Path) -> Iterator[Front]:
-    one = Front(stage, tmp_path)
-    yield one
-    assert set(one.close()) <= {0}
-    assert not one.complaints()
 
 
 def free_port() -> int:

@@ -6,7 +6,6 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -19,21 +18,6 @@ from slipstream.v1 import worker_pb2
 from tests.support.fake_workers import Plan
 from tests.support.scripted_router import CHAT, MODEL, Front, Later
 from tests.support.scripted_workers import Stage
-
-
-@pytest.fixture
-def stage() -> Iterator[Stage]:
-    one = Stage()
-    yield one
-    one.close()
-
-
-@pytest.fixture
-def router(stage: Stage, tmp_path: Path) -> Iterator[Front]:
-    one = Front(stage, tmp_path)
-    yield one
-    assert set(one.close()) <= {0}
-    assert not one.complaints()
 
 
 def start(router: Front, stage: Stage, *overrides: str) -> None:

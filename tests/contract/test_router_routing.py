@@ -7,8 +7,6 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,21 +25,6 @@ from tests.support.scripted_workers import Stage
 
 P, D = Role.PREFILL, Role.DECODE
 TEXT = "the same long beginning of a prompt that others have asked about before, row by row and word by word " * 3
-
-
-@pytest.fixture
-def stage() -> Iterator[Stage]:
-    one = Stage()
-    yield one
-    one.close()
-
-
-@pytest.fixture
-def router(stage: Stage, tmp_path: Path) -> Iterator[Front]:
-    one = Front(stage, tmp_path)
-    yield one
-    assert set(one.close()) <= {0}
-    assert not one.complaints()
 
 
 def workers(stage: Stage, *names: str) -> list[FakeWorker]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from llguidance import LLMatcher
 
 from slipstream import checkpoint
 from slipstream.checkpoint import DEMO
@@ -71,6 +72,22 @@ def test_a_copy_goes_ways_of_its_own() -> None:
     assert take(other, '"y"}')
 
 
+def test_masks_along_drafts_are_those_after_them() -> None:
+    text = TOKENIZER.encode('{"a": 12}')
+    for start in range(len(text)):
+        one = matcher(grammar.json_schema(SCHEMA))
+        for token in text[:start]:
+            one.accept(token)
+        drafts, after, expected = text[start:], one.copy(), [one.allowed()]
+        for token in drafts[:-1]:
+            after.accept(token)
+            expected.append(after.allowed())
+        assert one.allowed_along(drafts) == expected, "nothing follows the last brace"
+        wrong = next(token for token in range(CHECKPOINT.vocab_size) if token not in tokens_of(expected[-1]))
+        assert one.allowed_along([*drafts[:-1], wrong, *drafts]) == expected, "nor what is not allowed"
+        assert one.allowed() == expected[0], "asking changes nothing"
+
+
 def test_white_space_has_an_end() -> None:
     assert take(matcher(grammar.json_object()), "{" + " " * 30 + '"a": 1}')
     assert not take(matcher(grammar.json_object()), "{" + "\n" * 40)
@@ -107,7 +124,7 @@ def test_thinking_is_free_and_cannot_end_the_answer() -> None:
     assert take(one, '{"a": 1}')
     assert one.over
 
-    one = matcher(grammar.lark('start: "[" /[0-9]/ "]"'), think_start=begin, think_end=end)
+    one = matcher(LLMatcher.grammar_from_lark('start: "[" /[0-9]/ "]"'), think_start=begin, think_end=end)
     assert begin in tokens_of(one.allowed())
     straight = one.copy()
     assert take(straight, "[1]"), "it need not think"
