@@ -171,6 +171,30 @@ class Logprobs:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PromptLogprobs:
+    """How probable each token of a prompt but the first was, as in Logprobs: columns of Q rows, N most probable tokens each."""
+
+    logprobs: tuple[float, ...] = ()
+    """[Q]."""
+    ranks: tuple[int, ...] = ()
+    """[Q] 1: no token was more probable."""
+    top_tokens: tuple[int, ...] = ()
+    """[Q * N] row by row, best first."""
+    top_logprobs: tuple[float, ...] = ()
+    """[Q * N]."""
+
+    def __len__(self) -> int:
+        return len(self.logprobs)
+
+    def row(self, number: int) -> Logprobs:
+        """Of prompt token `number` + 1."""
+        top = len(self.top_tokens) // len(self)
+        some = slice(number * top, (number + 1) * top)
+        return Logprobs(logprob=self.logprobs[number],
+                        top=tuple(zip(self.top_tokens[some], self.top_logprobs[some], strict=True)))
+
+
+@dataclass(frozen=True, kw_only=True)
 class TokenEvent:
     """One sampled token of one choice."""
 
@@ -183,6 +207,8 @@ class TokenEvent:
     """Set on the token that ends the choice (a stop token is reported, and counted, but is no text)."""
     logprobs: Logprobs | None = None
     """Set iff the request asked for them."""
+    prompt: PromptLogprobs | None = None
+    """With the first token that is drawn after a prompt was computed here, if the request asked for them."""
 
 
 @dataclass(frozen=True, kw_only=True)

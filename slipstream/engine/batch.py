@@ -2,7 +2,7 @@
 schedule and no pool.
 
 T tokens of the step, S entries, B longest block table, P tokens per block, R rows that sample, M image rows, E channels of an
-image embedding with its deepstack features, D sequences that draft. A chunk that leaves a snapshot on its way is two entries or
+image embedding with its deepstack features, D sequences that draft, Q rows of prompts whose next tokens are known. A chunk that leaves a snapshot on its way is two entries or
 more: each goes on from the state that the one before it left. So are a token and the drafts behind it, an entry each.
 """
 
@@ -47,6 +47,8 @@ class StepInput:
     """[S] 1: it goes on where the entry before it ends."""
     logit_rows: Array
     """[R]."""
+    scored: Array
+    """[Q, 3] row of T; the token after it; most probable tokens that are wanted beside it."""
     visual_rows: Array
     """[M]."""
     copies: Array
@@ -70,7 +72,7 @@ class StepInput:
             query_lens=tuple(self.query_lens.tolist()), context_lens=tuple(self.context_lens.tolist()),
             block_tables=torch.from_numpy(self.block_tables).to(device), slot_mapping=indices(slots),
             state_slots=indices(self.state_slots), state_sources=indices(self.state_sources),
-            logit_rows=indices(self.logit_rows), visual_embeds=visual_embeds,
+            logit_rows=indices(np.concatenate((self.logit_rows, self.scored[:, 0]))), scored=len(self.scored), visual_embeds=visual_embeds,
             visual_rows=indices(self.visual_rows) if len(self.visual_rows) else None,
             follows=tuple(bool(one) for one in self.follows))
 
@@ -85,6 +87,7 @@ def build(chunks: Sequence[Chunk], prompts: Mapping[RequestId, Prompt], block_si
     visual_rows: list[NDArray[np.integer]] = []
     visual_embeds: list[torch.Tensor] = []
     logit_rows: list[int] = []
+    scored: list[Array] = []
     entries: list[tuple[int, int, int, int, int]] = []  # chunk, start, end, slot read, slot written
     tables = np.zeros((len(chunks), max(-(-chunk.reach // block_size) for chunk in chunks)), dtype=np.int32)
     row = draws = 0
@@ -103,6 +106,7 @@ def build(chunks: Sequence[Chunk], prompts: Mapping[RequestId, Prompt], block_si
             tokens.append(prompt.tokens[chunk.start : chunk.end])
             own = prompt.positions[chunk.start : chunk.end]
             preceding = prompt.positions[max(0, chunk.start - 1)]
+            scored.append(_scored(chunk, row, prompt.tokens))
             first, last = prompt.image_range(chunk.start, chunk.count)
             if prompt.image_rows is not None and first < last:
                 visual_rows.append(prompt.image_rows[first:last] - chunk.start + row)
@@ -117,6 +121,7 @@ def build(chunks: Sequence[Chunk], prompts: Mapping[RequestId, Prompt], block_si
         token_ids=np.concatenate(tokens).astype(np.int32), positions=np.concatenate(positions), before=np.concatenate(before),
         query_lens=columns[:, 2] - columns[:, 1], context_lens=columns[:, 1].copy(), block_tables=tables[columns[:, 0]],
         state_sources=columns[:, 3].copy(), state_slots=columns[:, 4].copy(), logit_rows=np.asarray(logit_rows, dtype=np.int32),
+        scored=np.concatenate([np.zeros((0, 3), dtype=np.int32), *scored]),
         visual_rows=np.concatenate([np.zeros(0, dtype=np.int32), *visual_rows]).astype(np.int32),
         follows=np.concatenate([[0], columns[1:, 0] == columns[:-1, 0]]).astype(np.int32),
         copies=np.asarray([copy for chunk in chunks for copy in _copies(chunk)], dtype=np.int32).reshape(-1, 2),
@@ -139,6 +144,15 @@ def _entries(chunk: Chunk) -> Iterator[tuple[int, int, int, int]]:
             yield start, length, source, slot
             start, source = length, slot
     yield start, chunk.end, source, own
+
+
+def _scored(chunk: Chunk, row: int, tokens: NDArray[np.int64]) -> Array:
+    """Of a chunk whose first token is row `row` of T; `tokens`: of its prompt."""
+    found = np.empty((chunk.scored, 3), dtype=np.int32)
+    found[:, 0] = row + np.arange(chunk.scored)
+    found[:, 1] = tokens[chunk.start + 1 : chunk.start + 1 + chunk.scored]
+    found[:, 2] = chunk.sequence.request.prompt_logprobs or 0
+    return found
 
 
 def _copies(chunk: Chunk) -> Iterator[tuple[int, int]]:

@@ -46,6 +46,12 @@ class Chunk:
         return 1 + len(self.drafts) if self.samples else 0
 
     @property
+    def scored(self) -> int:
+        """Rows from the first on whose logits say how probable the prompt's next token was, if that is wanted."""
+        request = self.sequence.request
+        return 0 if request.prompt_logprobs is None else max(0, min(self.end, len(request.tokens) - 1) - self.start)
+
+    @property
     def tokens(self) -> tuple[int, ...]:
         """The token ids that go in."""
         return self.sequence.token_ids(self.start, self.end - len(self.drafts)) + self.drafts

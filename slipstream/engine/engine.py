@@ -134,6 +134,7 @@ class Engine:
         """
         sequence = self._sequence(request, split=publisher is not None)
         prompt = prepare(request, pixels, publisher, self._checkpoint, self._sees)
+        prompt.scores = None if request.prompt_logprobs is None else []
         sequence.matcher = matcher
         self._scheduler.add(sequence)
         self._prompts[request.id] = prompt
@@ -276,10 +277,12 @@ class Engine:
             if sequence.doomed:
                 self._scheduler.advance(chunk, tokens, now)
                 continue
+            prompt = self._prompts[sequence.id]
+            prompt.add_scores(result.scores.get(sequence.id))
             drawn = self._scheduler.advance(chunk, tokens, now, drafts)
             for event in drawn:
-                told = result.logprobs.get((event.request, event.choice, event.index))
-                events.append(replace(event, logprobs=told) if told else event)
+                told, scores = result.logprobs.get((event.request, event.choice, event.index)), prompt.take_scores()
+                events.append(replace(event, logprobs=told, prompt=scores) if told or scores is not None else event)
             if chunk.drafts:
                 self._count(spec_draft_tokens=len(chunk.drafts), spec_accepted_tokens=min(len(drawn), len(tokens) - 1))
             if tokens:

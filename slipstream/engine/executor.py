@@ -17,12 +17,13 @@ from slipstream.engine import sampler
 from slipstream.engine.batch import StepInput
 from slipstream.engine.caches import CacheCopier
 from slipstream.engine.drafting import Drafter, Drawn
+from slipstream.engine.scoring import Scorer, Scores
 from slipstream.layers.batch import LayerCache
 from slipstream.layers.parallel import Communicator
 from slipstream.models.registry import LanguageModel
 from slipstream.types import RequestId
 
-__all__ = ["Draw", "Drawn", "Executor", "OnLayer", "Published", "RankExecutor", "Result"]
+__all__ = ["Computed", "Draw", "Drawn", "Executor", "OnLayer", "Published", "RankExecutor", "Result"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +46,18 @@ class Published:
     """Its states are final too."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Computed:
+    """What comes out of a step, where the logits do."""
+
+    drawn: Sequence[Drawn] = ()
+    """In the order of the draws."""
+    scores: Scores | None = None
+    """Of its scored rows, if there are any."""
+
+
 OnLayer = Callable[[int], None]
-Result = Callable[[], list[Drawn]]
+Result = Callable[[], Computed]
 """Waits for the end of a step."""
 
 
@@ -93,11 +104,12 @@ class RankExecutor(CacheCopier):
     def start(self, step: StepInput, embeds: torch.Tensor | None, draws: Sequence[Draw], published: Sequence[Published],
               on_layer: OnLayer) -> Result:
         """See Executor; the step is over when this returns."""
-        drawn = self.run(step, embeds, draws, on_layer)
-        return lambda: drawn
+        computed = self.run(step, embeds, draws, on_layer)
+        return lambda: computed
 
-    def run(self, step: StepInput, embeds: torch.Tensor | None, draws: Sequence[Draw], on_layer: OnLayer) -> list[Drawn]:
-        """Compute, copy what is to be kept, draw if the logits come out here. `embeds`: on rank 0, if there are image rows."""
+    def run(self, step: StepInput, embeds: torch.Tensor | None, draws: Sequence[Draw], on_layer: OnLayer) -> Computed:
+        """Compute, copy what is to be kept, score and draw if the logits come out here. `embeds`: on rank 0, if there are image
+        rows."""
         hidden, rows = None, len(step.visual_rows)
         if self._comm is not None:
             if not self._comm.shard.first:
@@ -105,11 +117,14 @@ class RankExecutor(CacheCopier):
             elif rows:
                 embeds = self._comm.broadcast(embeds, (rows, (1 + self._levels) * self._hidden), self._dtype)
         batch = step.on(self.device, self._block_size, embeds)
-        logits = self._model.forward(batch, self._caches, on_layer, hidden=hidden)
+        scorer = Scorer(step.scored, self.device)
+        logits = self._model.forward(batch, self._caches, on_layer, hidden=hidden, on_scored=scorer.add)
         for source, target in step.copies.tolist():
             self.copy_state(source, target)
         drawn = draw(logits, draws) if logits is not None else []
-        return drawn if self._drafter is None else self._drafter.propose(step, batch, drawn)
+        if self._drafter is not None:
+            drawn = self._drafter.propose(step, batch, drawn)
+        return Computed(drawn=drawn, scores=scorer.scores() if logits is not None and len(step.scored) else None)
 
 
 def draw(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Drawn]:

@@ -14,7 +14,7 @@ import torch
 
 from slipstream.engine import log
 from slipstream.engine.batch import StepInput
-from slipstream.engine.executor import Draw, Drawn, OnLayer, Published, RankExecutor, Result
+from slipstream.engine.executor import Computed, Draw, OnLayer, Published, RankExecutor, Result
 from slipstream.engine.log import CopyBlock, CopyState, Entry, Step, Tokens
 from slipstream.errors import GangError
 
@@ -54,13 +54,13 @@ class LeadingExecutor:
         elsewhere = self.depth > 1
         self._log.append(log.step(step, draws=draws if elsewhere else (), published=published))
         try:
-            drawn = self._local.run(step, embeds, draws, on_layer)
+            computed = self._local.run(step, embeds, draws, on_layer)
         except Exception as error:
             raise GangError(f"rank 0 failed in a step: {type(error).__name__}: {error}") from error
-        return self._wait if elsewhere else lambda: drawn
+        return self._wait if elsewhere else lambda: computed
 
-    def _wait(self) -> list[Drawn]:
-        return [Drawn(token=token, logprobs=told, drafts=drafts) for token, told, drafts in self._log.next_tokens().drawn]
+    def _wait(self) -> Computed:
+        return self._log.next_tokens().computed()
 
 
 OnPublished = Callable[[Published, int], None]
@@ -82,8 +82,8 @@ def follow(entry: Entry, local: RankExecutor, tell: Callable[[Entry], None], on_
 
             assert local.shard is not None
             draws = log.draws_of(entry, local.device) if local.shard.last and local.shard.tp_rank == 0 else []
-            drawn = local.run(entry.input(), None, draws, on_layer)
+            computed = local.run(entry.input(), None, draws, on_layer)
             if local.shard.geometry.pp > 1 and local.shard.last and local.shard.tp_rank == 0:
-                tell(log.tokens(drawn))
+                tell(log.tokens(computed))
         case _:
             raise GangError(f"an entry of the log that is not known: {type(entry).__name__}")

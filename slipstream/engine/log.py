@@ -14,7 +14,8 @@ import torch
 
 from slipstream.engine import sampler
 from slipstream.engine.batch import StepInput
-from slipstream.engine.executor import Draw, Drawn, Published
+from slipstream.engine.executor import Computed, Draw, Drawn, Published
+from slipstream.engine.scoring import Scores
 from slipstream.types import Logprobs, SamplingParams
 
 _ARRAYS = tuple(field.name for field in fields(StepInput))
@@ -88,6 +89,19 @@ class Tokens(Entry, frozen=True):
 
     drawn: tuple[tuple[int | None, Logprobs | None, tuple[int, ...]], ...]
     """With the drafts of the tokens after."""
+    scores: tuple[bytes, bytes, bytes, bytes] | None = None
+    """float32, int32, int32, float32: in the order of Scores' fields."""
+
+    def computed(self) -> Computed:
+        """What the step put out there."""
+        scores = None
+        if self.scores is not None:
+            own, ranks, ids, best = (np.frombuffer(data, dtype=kind) for data, kind in zip(
+                self.scores, (np.float32, np.int32, np.int32, np.float32), strict=True))
+            scores = Scores(logprobs=own, ranks=ranks, top_tokens=ids.reshape(len(own), -1),
+                            top_logprobs=best.reshape(len(own), -1))
+        return Computed(drawn=[Drawn(token=token, logprobs=told, drafts=drafts) for token, told, drafts in self.drawn],
+                        scores=scores)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -109,9 +123,13 @@ def draws_of(entry: Step, device: torch.device) -> list[Draw]:
                                                             device=device))) for one in entry.draws]
 
 
-def tokens(drawn: Sequence[Drawn]) -> Tokens:
+def tokens(computed: Computed) -> Tokens:
     """For rank 0."""
-    return Tokens(drawn=tuple((one.token, one.logprobs, one.drafts) for one in drawn))
+    drawn = tuple((one.token, one.logprobs, one.drafts) for one in computed.drawn)
+    if (scores := computed.scores) is None:
+        return Tokens(drawn=drawn)
+    return Tokens(drawn=drawn, scores=(scores.logprobs.tobytes(), scores.ranks.tobytes(), scores.top_tokens.tobytes(),
+                                       scores.top_logprobs.tobytes()))
 
 
 def _to_wire(draw: Draw) -> WireDraw:

@@ -69,8 +69,9 @@ class Memory:
         return fresh + keep <= room and self.slots_of(sequence) <= self.slots.free
 
     def _match(self, sequence: Sequence, computes: bool) -> Match:
-        """What is cached of its prompt. Who computes must compute one token at least; who does not has the states sent."""
-        if sequence.keys is None:
+        """What is cached of its prompt, and of use. Who computes must compute one token at least, and all of them where their
+        logits are wanted; who does not has the states sent."""
+        if sequence.keys is None or (computes and sequence.request.prompt_logprobs is not None):
             return Match()
         size = self.blocks.block_size
         tokens = sequence.prompt_tokens - 1 if computes else sequence.prompt_tokens

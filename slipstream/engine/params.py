@@ -33,6 +33,8 @@ def check_params(request: GenerationRequest, vocab_size: int, max_choices: int) 
     _within("repetition_penalty", sampling.repetition_penalty, 1e-7, 1e7)  # beyond, a penalised logit is no number any more
     if sampling.logprobs is not None:
         _within("logprobs", sampling.logprobs, 0, MAX_LOGPROBS)
+    if request.prompt_logprobs is not None:
+        _within("prompt_logprobs", request.prompt_logprobs, 0, MAX_LOGPROBS)
     for token, bias in sampling.logit_bias:
         if not 0 <= token < vocab_size:
             raise InvalidRequestError(f"logit_bias names token {token}; the vocabulary has {vocab_size}", field="logit_bias")

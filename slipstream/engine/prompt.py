@@ -18,9 +18,11 @@ from slipstream import block_hash, cache_keys
 from slipstream import positions as mrope_rules
 from slipstream.block_hash import PictureRows
 from slipstream.checkpoint import Checkpoint, VisionConfig
+from slipstream.engine import scoring
+from slipstream.engine.scoring import Scores
 from slipstream.engine.sequence import GenerationRequest
 from slipstream.errors import InvalidRequestError
-from slipstream.types import MropeState
+from slipstream.types import MropeState, PromptLogprobs
 
 Pixels = NDArray[np.uint8]
 
@@ -63,6 +65,8 @@ class Prompt:
     publisher: Publisher | None = None
     distinct: Tensor | None = None
     """int64 tokens of the prompt, each once; made when a repetition penalty first needs them."""
+    scores: list[Scores] | None = None
+    """Of the rows computed so far; None: nobody wants them, or they were taken."""
 
     def image_range(self, start: int, count: int) -> tuple[int, int]:
         """The image rows that lie in tokens [start, start + count): a range of M."""
@@ -81,6 +85,16 @@ class Prompt:
         """Of image rows [first, last)."""
         assert self.embeds is not None, "images are encoded before the batch is built"
         return self.embeds[first - self.embeds_from : last - self.embeds_from]
+
+    def add_scores(self, scores: Scores | None) -> None:
+        """Of the next rows, in order; None: of none."""
+        if scores is not None and self.scores is not None:
+            self.scores.append(scores)
+
+    def take_scores(self) -> PromptLogprobs | None:
+        """What is told of the prompt's tokens, once, when all rows are computed."""
+        scores, self.scores = self.scores, None
+        return None if scores is None else scoring.joined(scores)
 
     def drop_inputs(self) -> None:
         """The prompt is in the caches: only its position state is needed from now on."""

@@ -11,8 +11,9 @@ import torch
 from slipstream.engine import batch as batches
 from slipstream.engine import sampler
 from slipstream.engine.budget import Chunk
-from slipstream.engine.executor import Draw, Drawn, Executor, Published, Result
+from slipstream.engine.executor import Computed, Draw, Executor, Published, Result
 from slipstream.engine.prompt import Prompt
+from slipstream.engine.scoring import Scores
 from slipstream.errors import GangError, InternalError, SlipstreamError
 from slipstream.models.registry import LanguageModel, VisionModel
 from slipstream.types import Logprobs, RequestId
@@ -32,6 +33,8 @@ class RunResult:
     failed: dict[RequestId, SlipstreamError] = field(default_factory=dict)
     logprobs: dict[tuple[RequestId, int, int], Logprobs] = field(default_factory=dict)
     """Of the tokens drawn, by request, choice and index, for the requests that asked."""
+    scores: dict[RequestId, Scores] = field(default_factory=dict)
+    """Of tokens of prompts, for the requests that asked."""
 
 
 class Runner:
@@ -130,21 +133,23 @@ class Run:
 
     def finish(self) -> RunResult:
         """Wait for its end."""
-        drawn: list[Drawn] = []
+        computed = Computed()
         if self.wait is not None:
             try:
-                drawn = self.wait()
+                computed = self.wait()
             except GangError:
                 raise
             except Exception as error:
                 self.fail(error)
         result, tokens, drafts = self.result, dict[int, list[int]](), dict[int, tuple[int, ...]]()
-        for (chunk, choice, more), one in zip(self.draws if drawn else [], drawn, strict=True):
+        if computed.scores is not None:
+            self._score(computed.scores)
+        for (chunk, choice, more), one in zip(self.draws if computed.drawn else [], computed.drawn, strict=True):
             request = chunk.sequence.id
             if more and tokens.get(id(chunk)) != [*chunk.drafts[:more]]:
                 continue
             if one.token is None:
-                result.failed.setdefault(request, InternalError(f"the logits of {request} are not finite"))
+                self._unsound(request)
                 continue
             tokens.setdefault(id(chunk), []).append(one.token)
             drafts[id(chunk)] = one.drafts
@@ -153,6 +158,19 @@ class Run:
         result.done = [(chunk, tuple(tokens.get(id(chunk), ())), drafts.get(id(chunk), ())) for chunk in self.going
                        if chunk.sequence.id not in result.failed]
         return result
+
+    def _score(self, scores: Scores) -> None:
+        first = 0
+        for chunk in self.going:
+            if count := chunk.scored:
+                part = scores.part(first, first + count, chunk.sequence.request.prompt_logprobs or 0)
+                self.result.scores[chunk.sequence.id] = part
+                first += count
+                if not part.sound:
+                    self._unsound(chunk.sequence.id)
+
+    def _unsound(self, request: RequestId) -> None:
+        self.result.failed.setdefault(request, InternalError(f"the logits of {request} are not finite"))
 
     def fail(self, error: Exception) -> None:
         """Nothing of it counts."""

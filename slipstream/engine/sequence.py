@@ -34,6 +34,9 @@ class GenerationRequest:
     """Requests of different salts share no cached block."""
     grammar: Grammar | None = None
     """The form that each choice's text must have."""
+    prompt_logprobs: int | None = None
+    """Most probable tokens to report with every token of the prompt but the first; None: report nothing. The prompt is then
+    computed as a whole: cached blocks have no logits."""
 
 
 class Matcher(Protocol):

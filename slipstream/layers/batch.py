@@ -55,6 +55,8 @@ class ForwardBatch:
     """[S] int64 into the state pools (any value for a model without recurrent state)."""
     logit_rows: Tensor
     """[R] int64 rows of T whose logits are wanted."""
+    scored: int = 0
+    """The last so many of `logit_rows` are rows of prompts: their logits are handed out in pieces, never all at once."""
     visual_rows: Tensor | None = None
     """[M] int64 rows of T that take an image embedding instead of the token's, and deepstack features after layers."""
     visual_embeds: Tensor | None = None

@@ -23,6 +23,10 @@ from slipstream.models.windowed_vision import WindowedTower
 from slipstream.types import KvScales
 
 
+SCORED_ROWS = 256
+"""Rows of prompts whose logits are in memory at once, each as long as the vocabulary."""
+
+
 class CausalLM(nn.Module):
     """One rank's part of a text-only model. It has no `encode_images`, so image input is refused instead of ignored."""
 
@@ -55,8 +59,9 @@ class CausalLM(nn.Module):
                 layer.self_attn.kv_scales = scales[index]
 
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache], on_layer: Callable[[int], None] | None = None, *,
-                hidden: Tensor | None = None) -> Tensor | None:
-        """Logits of `batch.logit_rows`, [R, vocab] float32, on tensor rank 0 of the last stage; None elsewhere.
+                hidden: Tensor | None = None, on_scored: Callable[[Tensor], None] | None = None) -> Tensor | None:
+        """Logits of `batch.logit_rows`, [R, vocab] float32, on tensor rank 0 of the last stage; None elsewhere. Those of the
+        last `batch.scored` rows go to `on_scored` instead, at most SCORED_ROWS at once.
 
         `caches`: of this rank's layers. `on_layer(i)`: layer i of the checkpoint has written its caches for this batch.
         `hidden`: what the stage before has sent (see Decoder.forward); the first stage embeds instead. All but the last stage
@@ -73,10 +78,19 @@ class CausalLM(nn.Module):
             if on_layer is not None:
                 on_layer(self.comm.shard.layers[-1])
             x = x[batch.logit_rows]
+        x, *scored = torch.split(x, [len(x) - batch.scored, *_pieces(batch.scored)])
+        for piece in scored:
+            logits = self._logits(piece)
+            if logits is not None and on_scored is not None:
+                on_scored(logits)
         return self._logits(x)
 
     def _logits(self, x: Tensor) -> Tensor | None:
         return (self.lm_head or self.model.embed_tokens).logits(x)
+
+
+def _pieces(rows: int) -> list[int]:
+    return [min(SCORED_ROWS, rows - first) for first in range(0, rows, SCORED_ROWS)]
 
 
 def draft(self: CausalLM, tokens: Tensor, hidden: Tensor, before: Tensor, block_tables: Tensor, rows: Tensor, cache: DraftCache

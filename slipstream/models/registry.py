@@ -32,9 +32,10 @@ class LanguageModel(Protocol):
     kernels: Kernels
 
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache], on_layer: Callable[[int], None] | None = None, *,
-                hidden: Tensor | None = None) -> Tensor | None:
-        """Logits of `batch.logit_rows`, [R, vocab] float32, on tensor rank 0 of the last stage; `on_layer(i)` when layer i has
-        written its caches; `hidden` of the stage before."""
+                hidden: Tensor | None = None, on_scored: Callable[[Tensor], None] | None = None) -> Tensor | None:
+        """Logits of `batch.logit_rows`, [R, vocab] float32, on tensor rank 0 of the last stage, without the last
+        `batch.scored`: those go to `on_scored`, in order and in pieces. `on_layer(i)` when layer i has written its caches;
+        `hidden` of the stage before."""
 
 
 @runtime_checkable

@@ -51,10 +51,10 @@ class Watched:
         self._turn = 0
 
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache], on_layer: Callable[[int], None] | None = None, *,
-                hidden: Tensor | None = None) -> Tensor | None:
+                hidden: Tensor | None = None, on_scored: Callable[[Tensor], None] | None = None) -> Tensor | None:
         """See LanguageModel."""
         self._turn, self._tokens = 0, {}
-        return self.model.forward(batch, caches, on_layer, hidden=hidden)
+        return self.model.forward(batch, caches, on_layer, hidden=hidden, on_scored=on_scored)
 
     def encode_images(self, pixels: Sequence[NDArray[np.uint8]]) -> list[Tensor]:
         """See VisionModel."""

@@ -74,7 +74,8 @@ class ToyModel:
         self.before_forward: Callable[[], None] = lambda: None
 
     def forward(self, batch: ForwardBatch, caches: Sequence[LayerCache],
-                on_layer: Callable[[int], None] | None = None, *, hidden: Tensor | None = None) -> Tensor:
+                on_layer: Callable[[int], None] | None = None, *, hidden: Tensor | None = None,
+                on_scored: Callable[[Tensor], None] | None = None) -> Tensor:
         """[R, vocab] logits with one clear maximum."""
         self.before_forward()
         self.forwards += 1
@@ -97,7 +98,10 @@ class ToyModel:
         logits = torch.zeros(len(batch.logit_rows), VOCAB)
         for r, row in enumerate(batch.logit_rows.tolist()):
             logits[r, sums[row] % (IMAGE - 1)] = 1.0
-        return logits
+        drawn, scored = torch.split(logits, [len(logits) - batch.scored, batch.scored])
+        if on_scored is not None and batch.scored:
+            on_scored(scored)
+        return drawn
 
     def encode_images(self, pixels: Sequence[NDArray[np.uint8]]) -> list[Tensor]:
         """[n, 2] per image; the first column is what `image_values` says."""
