@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from slipstream.errors import SlipstreamError
-from slipstream.types import FinishReason, Logprobs, Role
+from slipstream.types import FinishReason, Logprobs, PromptLogprobs, Role
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +29,8 @@ class Row:
     token: int
     finish: FinishReason | None = None
     logprobs: Logprobs | None = None
+    prompt: PromptLogprobs | None = None
+    """With the first token of a prompt, if they were asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -163,6 +163,8 @@ class App:
             first: list[Piece] = []
             while not first:  # a failure before the first token still has its own status
                 first = await reader.next()
+            if ticket.options.echo_logprobs is not None:
+                await asyncio.to_thread(reader.echoed)
         except BaseException:
             reader.close()
             raise
@@ -193,6 +195,8 @@ class App:
             for piece in await reader.next():
                 pieces[piece.choice].append(piece)
         reader.close()
+        if reader.ticket.options.scores is not None:  # thousands of entries
+            return await asyncio.to_thread(view.whole, reader, pieces)
         return view.whole(reader, pieces)
 
     async def _stream(self, reader: Reader, pieces: list[Piece],

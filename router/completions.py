@@ -73,7 +73,7 @@ class Completion:
         """Events of what is new."""
         usage, shape = reader.ticket.options.include_usage, self._shape
         for piece in pieces:
-            logprobs = reader.logprobs(piece.entries, chat=shape.chat)
+            logprobs = reader.logprobs(piece.entries, chat=shape.chat, first=piece.choice not in self._begun)
             deltas = list(map(_delta, piece.parts))
             if not shape.chat:
                 text = piece.text if piece.choice in self._begun else reader.ticket.echo + piece.text
@@ -106,9 +106,12 @@ class Completion:
         chat, echo = self._shape.chat, reader.ticket.echo
         messages = [message([part for piece in of for part in piece.parts]) if chat
                     else {"content": echo + "".join(piece.text for piece in of)} for of in pieces]
-        logprobs = [reader.logprobs([entry for piece in of for entry in piece.entries], chat=chat) for of in pieces]
+        logprobs = [reader.logprobs([entry for piece in of for entry in piece.entries], chat=chat, first=True) for of in pieces]
         choices = [(told, of[-1].reason or "stop", some) for told, of, some in zip(messages, pieces, logprobs, strict=True)]
         body = self._shape.whole(choices, reader.usage())
+        scores = reader.prompt_logprobs()
+        for one in [body] if chat else body["choices"]:  # where vLLM has them
+            one |= scores
         return {**body, "slipstream": report(reader.ticket.generation)} if self._wants_report else body
 
 

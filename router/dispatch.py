@@ -97,7 +97,7 @@ class Dispatch:
         self.over = False
         self.resumes = 0
         self.stats: dict[Role, LegStats] = {}
-        """Of all finished legs together; `cached_tokens` of the first one."""
+        """Of all finished legs together; `cached_tokens` of the first run alone: a later one finds what that one computed."""
         self._choices = {choice: _Choice() for choice in choices}
         self._max_resumes = max_resumes
         self._runs: dict[int, _Run] = {}
@@ -153,7 +153,7 @@ class Dispatch:
         run = self._live(number, role, attempt)
         if run is not None and role not in run.counted:
             run.counted.add(role)
-            self._add(role, stats)
+            self._add(role, stats, first=number == 0)
 
     def finished(self, number: int, role: Role, attempt: int, stats: LegStats, *, handed_off: bool = False) -> list[Action]:
         """A leg ended well, after all its tokens. `handed_off`: prefill's, and decode has what it needs to go on."""
@@ -326,8 +326,8 @@ class Dispatch:
             actions.append(CancelLeg(run=number, role=Role.DECODE, attempt=run.decode_attempt))
         return actions
 
-    def _add(self, role: Role, more: LegStats) -> None:
-        before = self.stats.get(role, LegStats(cached_tokens=more.cached_tokens))
+    def _add(self, role: Role, more: LegStats, *, first: bool) -> None:
+        before = self.stats.get(role, LegStats(cached_tokens=more.cached_tokens if first else 0))
         both = {key.name: getattr(before, key.name) + getattr(more, key.name) for key in fields(LegStats)}
         self.stats[role] = LegStats(**both | {"cached_tokens": before.cached_tokens})
 

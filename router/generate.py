@@ -26,11 +26,11 @@ from router.actions import (
     Tokens,
 )
 from router.dispatch import Dispatch
-from router.legs import Ears, first_of, sound
+from router.legs import Ears, first_of
 from router.link import WorkerLink
 from router.policies import another_decode
 from router.policy import Replica
-from router.prompt import Prompt
+from router.request import GenerateRequest
 from router.routing import Routing
 from router.workers import Workers
 from slipstream.errors import (
@@ -43,9 +43,7 @@ from slipstream.errors import (
     UnavailableError,
 )
 from slipstream.observability.metrics import RouterMetrics
-from slipstream.rpc import convert
-from slipstream.types import Grammar, Role, SamplingParams, StopParams
-from slipstream.v1 import worker_pb2
+from slipstream.types import PromptLogprobs, Role
 
 logger = logging.getLogger(__name__)
 
@@ -56,22 +54,6 @@ LOOK_SECONDS = 1.0
 """How often a request that waits for replicas looks again, if it hears nothing of them."""
 RUN_MARK = "~"
 """Between a request's id and the number of a run after its first, in the id that workers know; no client's id holds it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerateRequest:
-    """What the workers are asked for."""
-
-    id: str
-    prompt: Prompt
-    sampling: SamplingParams
-    stop: StopParams
-    deadline: float
-    """time.monotonic()."""
-    choices: int = 1
-    priority: int = 0
-    cache_salt: str = ""
-    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +108,8 @@ class Generation:
         self.dispatch = Dispatch(range(request.choices), bounds.max_resumes)
         self.output_tokens = 0
         """So far, of all choices."""
+        self.prompt_logprobs: PromptLogprobs | None = None
+        """If they are wanted: before the first token of any choice."""
         self._workers = workers
         self._routing = routing
         self._wanted = routing.wanted(request.id, request.prompt, request.cache_salt, request.choices)
@@ -187,12 +171,19 @@ class Generation:
 
     def leg_told(self, run: int, role: Role, attempt: int, rows: Sequence[Row]) -> None:
         """A worker reports tokens; a report without the logprobs that were asked for is a failure of the worker."""
-        wanted = self.request.sampling.logprobs
-        if wanted is not None and not all(sound(row, wanted) for row in rows):
+        if self._wants_scores(run, role):
+            prompts = [row.prompt for row in rows if row.prompt is not None and self.request.is_whole(row.prompt)]
+            self.prompt_logprobs = prompts[0] if prompts else None
+        if self._wants_scores(run, role) or not self.request.is_sound(rows):
             self._breaks(run, role, ProtocolError(f"a {role.value} replica reported a token without the logprobs that it was "
                                                   "asked for; update it"))
         else:
             self.act(self.dispatch.tokens(run, role, attempt, rows))
+
+    def _wants_scores(self, run: int, role: Role) -> bool:
+        """True if the logprobs of the prompt are to come from this leg, which computes it."""
+        wanted = self.request.prompt_logprobs is not None and self.prompt_logprobs is None
+        return wanted and (role is Role.PREFILL or self._is_local(run))
 
     def leg_computed(self, run: int, role: Role, attempt: int, stats: LegStats) -> None:
         """A worker says what a leg did; its end comes later."""
@@ -280,7 +271,8 @@ class Generation:
         """Choose a pair for a run, without those that have failed if there are others. Raises UnavailableError."""
         handle = self._next_handle()
         decision = self._routing.place(self._wanted, self._workers.views(), turn=handle,
-                                       not_now=self._failed | self._workers.breakers.open(), output=self.dispatch.output(run))
+                                       not_now=self._failed | self._workers.breakers.open(), output=self.dispatch.output(run),
+                                       whole=self._wants_scores(run, Role.PREFILL))
         pair = {Role.DECODE: decision.decode} | ({Role.PREFILL: decision.prefill} if decision.prefill is not None else {})
         self._runs[run] = _Run(pair=pair, handle=handle, tokens=decision.computed_tokens)
 
@@ -306,16 +298,10 @@ class Generation:
         self._bring_pictures(action.run)
 
     def _submit(self, action: Submit) -> None:
-        request, run = self.request, self._runs[action.run]
-        name = request.id if action.run == 0 else f"{request.id}{RUN_MARK}{action.run}"
-        message = worker_pb2.Submit(
-            handle=run.handle, request_id=name, attempt=action.attempt, transfer_id=f"{name}/{run.secret}",
-            tokens=request.prompt.tokens, output=action.output, choices=action.choices, priority=request.priority,
-            cache_salt=request.cache_salt, local=action.local, grammar=convert.grammar_to_pb(request.grammar),
-            sampling=convert.sampling_to_pb(request.sampling),
-            images=[convert.image_to_pb(picture.content_hash, picture.grid) for picture in request.prompt.pictures],
-            remaining_ms=max(1, int((request.deadline - time.monotonic()) * 1000)))
-        convert.stop_to_pb(request.stop, message)
+        run, id = self._runs[action.run], self.request.id
+        name = id if action.run == 0 else f"{id}{RUN_MARK}{action.run}"
+        message = self.request.message(action, handle=run.handle, name=name, secret=run.secret,
+                                       scores=self._wants_scores(action.run, action.role))
         asked = action.role
         try:
             if asked is Role.DECODE and not action.local:

@@ -150,9 +150,13 @@ class InferenceServer:
             reader.close()
 
     async def _write(self, reader: Reader, kind: Response, context: Context) -> None:
-        tokenizer, chat = self._service.builder.tokenizer, kind is pb.ChatResponse
+        tokenizer, chat, told = self._service.builder.tokenizer, kind is pb.ChatResponse, None
+        generation = reader.ticket.generation
         while not reader.over:
             deltas = [delta for piece in await reader.next() for delta in convert.deltas(piece, tokenizer, chat=chat)]
+            if told is None and (told := generation.prompt_logprobs) is not None:
+                for part in convert.prompt_logprobs(generation.request.prompt.tokens, told, tokenizer):
+                    await context.write(kind(prompt_logprobs=part))
             if reader.over:
                 await context.write(kind(deltas=deltas, usage=convert.usage(reader.usage())))
             elif deltas:

@@ -8,25 +8,28 @@ from __future__ import annotations
 import base64
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from google.protobuf.message import Message
 
 from router import openai
-from router.logprobs import FLOOR, Entry
-from router.openai import ChatRequest, CompletionRequest
+from router.logprobs import FLOOR
+from router.openai import ChatRequest, CompletionRequest, Options
 from router.reader import Piece
 from router.reasoning import Content, Reasoning
 from slipstream.errors import InternalError, InvalidRequestError, SlipstreamError
 from slipstream.text.tokenizer import Tokenizer
+from slipstream.types import Logprobs, PromptLogprobs
 from slipstream_client.v1 import inference_pb2 as pb
 from slipstream_client.v1 import status_pb2
 
 DOMAIN = "slipstream"
 MAX_ERROR_CHARACTERS = 600
 """Trailing metadata is short: 8 KiB by default."""
+SCORES_OF_A_MESSAGE = 256
+"""Tokens of a prompt: with 20 others each they take 200 KiB, and nobody else's time."""
 _TYPES = "type.googleapis.com/google.rpc."
 _MAGIC = ((b"\x89PNG", "png"), (b"\xff\xd8", "jpeg"), (b"GIF8", "gif"), (b"BM", "bmp"), (b"RIFF", "webp"))
 _ROLES = {pb.ROLE_SYSTEM: "system", pb.ROLE_USER: "user", pb.ROLE_ASSISTANT: "assistant"}
@@ -43,6 +46,7 @@ def generate_request(request: pb.GenerateRequest, model: str) -> CompletionReque
     _bound(len(request.tokens.ids), "tokens")
     prompt = list(request.tokens.ids) if request.WhichOneof("prompt") == "tokens" else request.text
     parsed = openai.completion_request({"prompt": prompt, **_options(request, model)})
+    parsed = replace(parsed, options=_with_scores(parsed.options, request))
     if not request.HasField("logprobs"):
         return parsed
     if request.logprobs > openai.MAX_CHAT_LOGPROBS:  # text completions of OpenAI have fewer than chat
@@ -54,7 +58,18 @@ def generate_request(request: pb.GenerateRequest, model: str) -> CompletionReque
 def chat_request(request: pb.ChatRequest, model: str) -> ChatRequest:
     """The same for a conversation."""
     logprobs: dict[str, Any] = {"logprobs": True, "top_logprobs": request.logprobs} if request.HasField("logprobs") else {}
-    return openai.chat_request({"messages": messages(request.messages), **_options(request, model), **logprobs})
+    parsed = openai.chat_request({"messages": messages(request.messages), **_options(request, model), **logprobs})
+    return replace(parsed, options=_with_scores(parsed.options, request))
+
+
+def _with_scores(options: Options, request: pb.GenerateRequest | pb.ChatRequest) -> Options:
+    """This API streams them."""
+    if not request.HasField("prompt_logprobs"):
+        return options
+    if request.prompt_logprobs > openai.MAX_CHAT_LOGPROBS:
+        raise InvalidRequestError(f"prompt_logprobs must be an integer from 0 to {openai.MAX_CHAT_LOGPROBS}",
+                                  field="prompt_logprobs")
+    return replace(options, prompt_logprobs=request.prompt_logprobs)
 
 
 def messages(given: Sequence[pb.Message]) -> list[dict[str, Any]]:
@@ -128,16 +143,28 @@ def deltas(piece: Piece, tokenizer: Tokenizer, *, chat: bool) -> list[pb.Delta]:
     if not made and (piece.entries or piece.reason):
         made = [pb.Delta(choice=piece.choice)]
     if made:
-        made[0].logprobs.extend(_entry(entry, tokenizer) for entry in piece.entries)
+        made[0].logprobs.extend(_entry(entry.token, told, tokenizer) for entry in piece.entries
+                                if (told := entry.logprobs) is not None)
         made[-1].finish_reason = _REASONS[piece.reason] if piece.reason is not None else pb.FINISH_REASON_UNSPECIFIED
     return made
 
 
-def _entry(entry: Entry, tokenizer: Tokenizer) -> pb.TokenLogprobs:
+def prompt_logprobs(tokens: Sequence[int], told: PromptLogprobs, tokenizer: Tokenizer) -> Iterator[list[pb.TokenLogprobs]]:
+    """Of a prompt's tokens but the first, in parts of a size that every client takes."""
+    part: list[pb.TokenLogprobs] = []
+    for number, token in enumerate(tokens[1:]):
+        part.append(_entry(token, told.row(number), tokenizer, told.ranks[number]))
+        if len(part) == SCORES_OF_A_MESSAGE:
+            yield part
+            part = []
+    yield part
+
+
+def _entry(token: int, told: Logprobs, tokenizer: Tokenizer, rank: int = 0) -> pb.TokenLogprobs:
     def one(token: int, logprob: float) -> pb.TokenLogprob:
         return pb.TokenLogprob(token=token, text=tokenizer.token_bytes(token), logprob=max(logprob, FLOOR))
 
-    return pb.TokenLogprobs(token=one(entry.token, entry.logprobs.logprob), top=[one(*top) for top in entry.logprobs.top])
+    return pb.TokenLogprobs(token=one(token, told.logprob), top=[one(*top) for top in told.top], rank=rank)
 
 
 def usage(told: dict[str, Any]) -> pb.Usage:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol
@@ -63,12 +62,6 @@ class Ears:
 
 def _stats(told: worker_pb2.LegStats) -> LegStats:
     return LegStats(**{key.name: getattr(told, key.name) for key in fields(LegStats)})
-
-
-def sound(row: Row, wanted: int) -> bool:
-    """Whether a token's logprobs are those that were asked for; minus infinity is one."""
-    told = row.logprobs
-    return told is not None and len(told.top) == wanted and not any(map(math.isnan, (told.logprob, *dict(told.top).values())))
 
 
 def first_of(errors: BaseExceptionGroup[SlipstreamError]) -> SlipstreamError:

@@ -323,10 +323,12 @@ def _by_leg(step: worker_pb2.StepReport) -> dict[tuple[int, int], list[Row]]:
     for one in step.logprobs:
         with contextlib.suppress(ValueError):
             told[one.row] = convert.logprobs_from_pb(one)
+    prompts = {one.row: convert.prompt_logprobs_from_pb(one) for one in step.prompt_logprobs}
     found: dict[tuple[int, int], list[Row]] = {}
     columns = zip(step.handle, step.attempt, step.choice, step.index, step.token, step.finish, strict=True)
     for number, (handle, attempt, choice, index, token, finish) in enumerate(columns):
-        row = Row(choice=choice, index=index, token=token, finish=convert.finish_from_pb(finish), logprobs=told.get(number))
+        row = Row(choice=choice, index=index, token=token, finish=convert.finish_from_pb(finish), logprobs=told.get(number),
+                  prompt=prompts.get(number))
         found.setdefault((handle, attempt), []).append(row)
     return found
 

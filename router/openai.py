@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from router import formats, structured
@@ -36,7 +36,7 @@ _HALF = re.compile(rb"\\u[dD][89a-fA-F]")
 # field -> the values that change nothing
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",), "functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],),
-    "prompt_logprobs": (False,), "web_search_options": (), "audio": (), "prediction": (), "chat_template": (),
+    "web_search_options": (), "audio": (), "prediction": (), "chat_template": (),
     "guided_json": (), "guided_regex": (), "image_embeds": (), "prompt_embeds": (),
 }
 _IGNORED = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier",
@@ -44,7 +44,7 @@ _IGNORED = frozenset({"user", "metadata", "store", "service_tier", "safety_ident
 _COMMON = frozenset({"model", "stream", "stream_options", "temperature", "top_p", "seed", "max_tokens", "stop",
                      "stop_token_ids", "ignore_eos", "min_tokens", "top_k", "min_p",
                      "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "logprobs", "n", "best_of",
-                     "cache_salt", "priority", "response_format"})
+                     "cache_salt", "priority", "response_format", "prompt_logprobs"})
 _CHAT = _COMMON | {"messages", "top_logprobs", "max_completion_tokens", "tools", "tool_choice", "parallel_tool_calls",
                    "chat_template_kwargs", "reasoning_effort"}
 
@@ -59,6 +59,7 @@ class Options:
     sampling: dict[str, Any]
     """The fields of SamplingParams that are given."""
     max_tokens: int | None
+    """0: no output is wanted, of a text completion."""
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
     ignore_eos: bool
@@ -71,6 +72,15 @@ class Options:
     """Requests of different salts share no cached prompt."""
     grammar: str | None = None
     """The form of the answer; None: it is free."""
+    prompt_logprobs: int | None = None
+    """Most probable tokens to tell with each of the prompt's, as vLLM does."""
+    echo_logprobs: int | None = None
+    """The same for an echoed prompt, as OpenAI does."""
+
+    @property
+    def scores(self) -> int | None:
+        """The same as workers are asked for it: for both."""
+        return max((one for one in (self.prompt_logprobs, self.echo_logprobs) if one is not None), default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,10 +151,8 @@ def completion_request(body: Any) -> CompletionRequest:
     fields = as_object(body, "the body")
     _check_fields({name: value for name, value in fields.items() if (name, value) != ("top_logprobs", 0)},
                   _COMMON | {"prompt", "echo"})
-    options = _options(fields, _text_logprobs(fields))
-    if (echo := boolean(fields, "echo")) and options.sampling.get("logprobs") is not None:
-        raise InvalidRequestError("echo with logprobs needs the logprobs of the prompt, which are not available yet; leave one "
-                                  "of them out", field="echo")
+    logprobs, echo = _text_logprobs(fields), boolean(fields, "echo")
+    options = replace(_options(fields, logprobs, least=0), echo_logprobs=logprobs if echo else None)
     prompt = fields.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
@@ -172,16 +180,19 @@ def _samenumber(value: Any, neutral: Any) -> bool:
     return numbers and not isinstance(value, bool) and not isinstance(neutral, bool) and value == neutral
 
 
-def _options(fields: Mapping[str, Any], logprobs: int | None) -> Options:
+def _options(fields: Mapping[str, Any], logprobs: int | None, least: int = 1) -> Options:
+    """`least`: of max_tokens."""
     model = fields.get("model")
     if not isinstance(model, str) or not model:
         raise InvalidRequestError("model must be the name of a model; GET /v1/models lists them", field="model")
     stream = boolean(fields, "stream")
     form = structured.response_format(fields.get("response_format"), "response_format")
+    max_tokens = _max_tokens(fields, least)
     return Options(
         model=model, stream=stream, include_usage=_include_usage(fields, stream),
-        sampling=_sampling(fields, logprobs), max_tokens=_max_tokens(fields), stop=_stop(fields),
-        stop_token_ids=_stop_token_ids(fields), ignore_eos=boolean(fields, "ignore_eos"), min_tokens=_min_tokens(fields),
+        sampling=_sampling(fields, logprobs), max_tokens=max_tokens, stop=_stop(fields),
+        stop_token_ids=_stop_token_ids(fields), ignore_eos=boolean(fields, "ignore_eos"),
+        min_tokens=_min_tokens(fields, max_tokens), prompt_logprobs=_prompt_logprobs(fields, stream),
         n=_choices(fields), cache_salt=_cache_salt(fields), grammar=formats.grammar_of(form, fields),
         priority=integer(fields, "priority", -MAX_PRIORITY, MAX_PRIORITY) or 0)
 
@@ -211,6 +222,13 @@ def _text_logprobs(fields: Mapping[str, Any]) -> int | None:
     return None if fields.get("logprobs") is False else integer(fields, "logprobs", 0, MAX_TEXT_LOGPROBS)
 
 
+def _prompt_logprobs(fields: Mapping[str, Any], stream: bool) -> int | None:
+    found = None if fields.get("prompt_logprobs") is False else integer(fields, "prompt_logprobs", 0, MAX_CHAT_LOGPROBS)
+    if found is not None and stream:
+        raise InvalidRequestError("prompt_logprobs are not streamed; set stream to false", field="prompt_logprobs")
+    return found
+
+
 def _choices(fields: Mapping[str, Any]) -> int:
     n, best_of = integer(fields, "n", 1, MAX_CHOICES) or 1, integer(fields, "best_of", 1, MAX_CHOICES)
     if best_of is not None and best_of != n:
@@ -237,8 +255,8 @@ def _cache_salt(fields: Mapping[str, Any]) -> str:
     return salt or ""
 
 
-def _min_tokens(fields: Mapping[str, Any]) -> int:
-    least, most = integer(fields, "min_tokens", 0, 1 << 31) or 0, _max_tokens(fields)
+def _min_tokens(fields: Mapping[str, Any], most: int | None) -> int:
+    least = integer(fields, "min_tokens", 0, 1 << 31) or 0
     if most is not None and least > most:
         raise InvalidRequestError(f"min_tokens ({least}) is more than max_tokens ({most})", field="min_tokens")
     return least
@@ -273,9 +291,9 @@ def _include_usage(fields: Mapping[str, Any], stream: bool) -> bool:
     return boolean(options, "include_usage", "stream_options.")
 
 
-def _max_tokens(fields: Mapping[str, Any]) -> int | None:
-    old = integer(fields, "max_tokens", 1, 1 << 31)
-    new = integer(fields, "max_completion_tokens", 1, 1 << 31)
+def _max_tokens(fields: Mapping[str, Any], least: int) -> int | None:
+    old = integer(fields, "max_tokens", least, 1 << 31)
+    new = integer(fields, "max_completion_tokens", least, 1 << 31)
     if old is not None and new is not None and old != new:
         raise InvalidRequestError("max_tokens and max_completion_tokens differ; give one", field="max_completion_tokens")
     return old if new is None else new

@@ -7,7 +7,7 @@ that usage and report are complete then.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from router import logprobs
@@ -39,7 +39,9 @@ class Reader:
     def __init__(self, service: RouterService, ticket: Ticket) -> None:
         self.ticket = ticket
         self._service = service
+        self._tokenizer = service.builder.tokenizer
         self._closed = False
+        self._echoed: Sequence[Entry] | None = None
         self._open = set(range(len(ticket.texts)))
         self.reasons: dict[int, str] = {}
         """Why each choice that is over ended."""
@@ -51,12 +53,14 @@ class Reader:
 
     async def next(self) -> list[Piece]:
         """Wait for something to show. Raises what ended the request badly."""
-        output = await self.ticket.generation.next()
-        pieces: list[Piece] = []
+        output, pieces = await self.ticket.generation.next(), list[Piece]()
+        nothing = self.ticket.options.max_tokens == 0  # the token that ends the prompt's computation is not wanted
         for news in output.news:
             if news.choice not in self._open:
                 continue
-            if isinstance(news, Tokens):
+            if nothing:
+                pieces += [] if isinstance(news, Tokens) else [self._last(news.choice, "", "length")]
+            elif isinstance(news, Tokens):
                 pieces += self._add(news.choice, news.tokens, news.logprobs)
             else:
                 pieces.append(self._last(news.choice, self.ticket.texts[news.choice].finish(), news.reason.value))
@@ -98,11 +102,33 @@ class Reader:
         self.reasons[choice] = reason
         return Piece(choice=choice, text=shown, reason=reason, entries=text.entries(over=True), parts=parts or ())
 
-    def logprobs(self, entries: Sequence[Entry], *, chat: bool) -> dict[str, Any] | None:
-        """As the client sees them; None if it does not want any."""
+    def logprobs(self, entries: Sequence[Entry], *, chat: bool, first: bool) -> dict[str, Any] | None:
+        """As the client sees them; None if it does not want any. `first`: these are the first of their choice, so that those of
+        an echoed prompt go before them."""
         if self.ticket.generation.request.sampling.logprobs is None:
             return None
-        return (logprobs.chat if chat else logprobs.text)(self._service.builder.tokenizer, entries)
+        if chat:
+            return logprobs.chat(self._tokenizer, entries)
+        shift = len(self.ticket.echo)
+        shifted = [replace(entry, offset=shift + entry.offset) for entry in entries] if shift else entries
+        return logprobs.text(self._tokenizer, [*self.echoed(), *shifted] if first else shifted)
+
+    def echoed(self) -> Sequence[Entry]:
+        """Of an echoed prompt's tokens, after the first piece; none if they are not wanted. The first call may take long."""
+        generation, top = self.ticket.generation, self.ticket.options.echo_logprobs
+        if self._echoed is None:
+            told = generation.prompt_logprobs if top is not None else None
+            self._echoed = () if top is None or told is None else logprobs.echoed(
+                self._tokenizer, generation.request.prompt.tokens, told, top)
+        return self._echoed
+
+    def prompt_logprobs(self) -> dict[str, Any]:
+        """The field of that name, of an answer that is over, if it is wanted."""
+        generation, top = self.ticket.generation, self.ticket.options.prompt_logprobs
+        if top is None or generation.prompt_logprobs is None:
+            return {}
+        return {"prompt_logprobs": logprobs.of_prompt(self._tokenizer, generation.request.prompt.tokens,
+                                                      generation.prompt_logprobs, top)}
 
     def usage(self) -> dict[str, Any]:
         """So far; the prompt counts once, whatever the number of choices and resumes."""

@@ -50,7 +50,7 @@ class ResponseEvents:
     def news(self, reader: Reader, pieces: Sequence[Piece]) -> Iterator[bytes]:
         """Events of what is new."""
         for piece in pieces:
-            told = reader.logprobs(piece.entries, chat=True)
+            told = reader.logprobs(piece.entries, chat=True, first=False)
             self._untold += told["content"] if told else []
             for part in piece.parts:
                 yield from self._grow(part)

@@ -65,13 +65,14 @@ class Routing:
                       trace=self.traces.begin(id, len(prompt.tokens), time.monotonic()))
 
     def place(self, wanted: Wanted, replicas: Sequence[Replica], *, turn: int, not_now: Collection[str] = (),
-              output: tuple[int, ...] = ()) -> Decision:
-        """Choose for a run; its prompt counts as cached there from now on. Raises UnavailableError saying what is missing."""
+              output: tuple[int, ...] = (), whole: bool = False) -> Decision:
+        """Choose for a run; its prompt counts as cached there from now on. `whole`: all of it is computed, whatever is cached.
+        Raises UnavailableError saying what is missing."""
         tokens, index = wanted.prompt.tokens + output, self.index
         hits = {}
         if index is not None and replicas and (size := replicas[0].block_size):
             wanted.keys = cache_keys.short(block_hash.prompt_keys(tokens, size, salt=wanted.salt, pictures=wanted.pictures))
-            hits = dict(index.match(wanted.keys, (len(tokens) - 1) // size))
+            hits = {} if whole else dict(index.match(wanted.keys, (len(tokens) - 1) // size))
         question = Question(tokens=len(tokens), turn=turn, text_only=not wanted.prompt.pictures, choices=wanted.choices,
                             hits=hits, not_now=not_now)
         decision = choose(replicas, question, self._policy, self._config, local=self._local)

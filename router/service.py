@@ -24,13 +24,14 @@ from router.admission import ANYBODY, Client, Turn
 from router.answer import Answer
 from router.breaker import Breakers
 from router.fetch import Fetcher
-from router.generate import Bounds, GenerateRequest, Generation, Times
+from router.generate import Bounds, Generation, Times
 from router.inspect import describe, inspect
 from router.limits import Limits
 from router.messages import Still
 from router.openai import ChatRequest, CompletionRequest, Options
 from router.prompt import PictureBytes, Prompt, PromptBuilder, Share, media_of
 from router.record import record
+from router.request import GenerateRequest
 from router.routing import Routing
 from router.schemas import Schemas
 from router.stream import TextStream
@@ -184,7 +185,9 @@ class RouterService:
             name, deadline, client)
         if not request.echo:
             return ticket
-        return replace(ticket, echo=prompt if isinstance(prompt, str) else self.builder.tokenizer.words(prompt))
+        if isinstance(prompt, str) and request.options.echo_logprobs is None:
+            return replace(ticket, echo=prompt)
+        return replace(ticket, echo=self.builder.tokenizer.words(ticket.generation.request.prompt.tokens))
 
     async def tokens(self, model: str, build: Callable[[Callable[[int], None]], Prompt], deadline: float,
                      client: Client = ANYBODY) -> tuple[int, ...]:
@@ -277,14 +280,16 @@ class RouterService:
         if unknown := [token for token, _ in sampling.logit_bias if token >= self.checkpoint.vocab_size]:
             raise InvalidRequestError(f"logit_bias names token {unknown[0]}; the vocabulary has {self.checkpoint.vocab_size}",
                                       field="logit_bias")
-        max_tokens = self.builder.max_tokens(prompt, options.max_tokens, self._context(options, prompt))
+        wanted = None if options.max_tokens is None else max(1, options.max_tokens)  # no prompt is computed without a token
+        max_tokens = self.builder.max_tokens(prompt, wanted, self._context(options, prompt))
+        self._check_scores(options, prompt)
         if options.min_tokens > max_tokens:
             raise InvalidRequestError(f"min_tokens is {options.min_tokens}; there is room for {max_tokens} tokens",
                                       field="min_tokens")
         request = GenerateRequest(
             id=name, prompt=prompt, deadline=deadline, choices=options.n, priority=options.priority,
             cache_salt=options.cache_salt, sampling=sampling,
-            grammar=self._grammar(options, prompt),
+            grammar=self._grammar(options, prompt), prompt_logprobs=options.scores,
             stop=StopParams(max_tokens=max_tokens, min_tokens=options.min_tokens,
                             stop_token_ids=eos | frozenset(options.stop_token_ids)))
         limits = self.config.router
@@ -292,6 +297,18 @@ class RouterService:
                           partial(next, self._numbers), Bounds(
                               unread_bytes=limits.unread_bytes, max_resumes=limits.max_resumes,
                               resume_wait_seconds=limits.resume_wait_seconds))
+
+    def _check_scores(self, options: Options, prompt: Prompt) -> None:
+        """Raise InvalidRequestError for more logprobs of a prompt than one answer may hold."""
+        if options.scores is None:
+            return
+        tokens, each, limit = len(prompt.tokens), 1 + options.scores, self.config.router.max_prompt_logprobs
+        times = options.n if prompt.field == "prompt" else 1  # a chat's answer has them once
+        if tokens * each * times > limit:
+            raise InvalidRequestError(
+                f"{tokens} prompt tokens, each with {each} logprobs, {times} times are more than the {limit} that an answer "
+                "may hold (router.max_prompt_logprobs); shorten the prompt or ask for fewer",
+                field="echo" if options.prompt_logprobs is None else "prompt_logprobs")
 
     def _grammar(self, options: Options, prompt: Prompt) -> Grammar | None:
         if options.grammar is None:

@@ -184,6 +184,9 @@ class RouterConfig:
     """Per request."""
     max_video_frames: int = 256
     """Per request, in all its videos."""
+    max_prompt_logprobs: int = 65_536
+    """Of one answer: prompt tokens, each with its own logprob and those that were asked for beside it, times the choices that
+    echo them."""
     max_image_pixels: int = 64_000_000
     """Per image or frame, read from its header before anything is decoded."""
     max_pictures_bytes: int = 1 << 30

@@ -27,7 +27,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("at least 0", lambda value: value >= 0,
      "engine.state_snapshots transfer.image_store_bytes transfer.rdma.quarantine_seconds transfer.faults.delay_seconds "
      "transfer.faults.stall_at_bytes transfer.faults.bytes_per_second router.max_in_flight_tokens router.max_waiting "
-     "router.breaker_failures router.fetch.max_redirects " + AT_LEAST_0),
+     "router.breaker_failures router.fetch.max_redirects router.max_prompt_logprobs " + AT_LEAST_0),
     ("above 0", lambda value: value > 0,
      "transfer.stall_seconds transfer.lease_seconds transfer.connect_seconds ray.unresponsive_seconds "
      "router.routing.dns_seconds router.fetch.seconds router.schema_seconds router.max_waiting_seconds router.breaker_seconds"),

@@ -122,6 +122,8 @@ class Session:
         report.finish.append(convert.finish_to_pb(event.finish))
         if event.logprobs is not None:
             report.logprobs.append(convert.logprobs_to_pb(event.logprobs, len(report.token) - 1))
+        if event.prompt is not None:
+            report.prompt_logprobs.append(convert.prompt_logprobs_to_pb(event.prompt, len(report.token) - 1))
         self._something.set()
 
     def computed(self, message: pb.Finished) -> None:
@@ -191,5 +193,6 @@ def make_job(submit: pb.Submit, role: Role, outbox: Session) -> Job:
         grids=tuple(grid for _, grid in images), images=tuple(name for name, _ in images),
         sampling=convert.sampling_from_pb(submit.sampling), stop=convert.stop_from_pb(submit),
         choices=tuple(submit.choices) or (0,), output=tuple(submit.output), priority=submit.priority,
-        cache_salt=submit.cache_salt, grammar=convert.grammar_from_pb(submit))
+        cache_salt=submit.cache_salt, grammar=convert.grammar_from_pb(submit),
+        prompt_logprobs=submit.prompt_logprobs if submit.HasField("prompt_logprobs") else None)
     return Job(submit, request, outbox, asyncio.get_running_loop().time() + submit.remaining_ms / 1000)

@@ -61,6 +61,8 @@ def _with_options(message: R, request: Options) -> R:
                                                                       request.cache_salt)
     if request.logprobs is not None:
         message.logprobs = request.logprobs
+    if request.prompt_logprobs is not None:
+        message.prompt_logprobs = request.prompt_logprobs
     drawn = {one.name: getattr(sampling, one.name) for one in fields(sampling)}
     message.sampling.CopyFrom(pb.Sampling(**drawn))
     message.stop.CopyFrom(pb.Stop(max_tokens=stop.max_tokens, strings=stop.strings, token_ids=stop.token_ids,
@@ -92,8 +94,9 @@ def _image(image: types.Image) -> pb.Image:
     return pb.Image(url=image.data) if isinstance(image.data, str) else pb.Image(data=image.data)
 
 
-def _logprob(told: pb.TokenLogprob, top: Iterable[pb.TokenLogprob] = ()) -> TokenLogprob:
-    return TokenLogprob(token=told.token, text=told.text, logprob=told.logprob, top=tuple(_logprob(one) for one in top))
+def _logprob(told: pb.TokenLogprob, top: Iterable[pb.TokenLogprob] = (), rank: int = 0) -> TokenLogprob:
+    return TokenLogprob(token=told.token, text=told.text, logprob=told.logprob, top=tuple(_logprob(one) for one in top),
+                        rank=rank)
 
 
 def model(told: pb.Model) -> types.Model:
@@ -119,10 +122,12 @@ class Collector:
         self._thoughts: dict[int, list[str]] = {}
         self._logprobs: dict[int, list[TokenLogprob]] = {}
         self._reasons: dict[int, FinishReason] = {}
+        self._prompt: list[TokenLogprob] = []
         self._usage: types.Usage | None = None
 
     def add(self, message: pb.GenerateResponse | pb.ChatResponse) -> None:
         """A message has come."""
+        self._prompt += [_logprob(one.token, one.top, one.rank) for one in message.prompt_logprobs]
         self._deltas.extend(Delta(choice=told.choice, text=told.text, reasoning=told.reasoning,
                                   finish_reason=_REASONS.get(told.finish_reason, "other"),
                                   logprobs=tuple(_logprob(one.token, one.top) for one in told.logprobs))
@@ -156,4 +161,4 @@ class Collector:
         choices = tuple(Choice(text="".join(self._texts[i]), reasoning="".join(self._thoughts[i]),
                                finish_reason=self._reasons[i], logprobs=tuple(self._logprobs[i]))
                         for i in sorted(self._texts))
-        return Answer(choices=choices, usage=self._usage, request_id=self.request_id)
+        return Answer(choices=choices, usage=self._usage, request_id=self.request_id, prompt_logprobs=tuple(self._prompt))

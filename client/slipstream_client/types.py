@@ -93,6 +93,8 @@ class Options:
     """Choices."""
     logprobs: int | None = None
     """Likeliest tokens to report with each token; None: report nothing."""
+    prompt_logprobs: int | None = None
+    """The same for each token of the prompt, which is then computed whole, whatever is cached."""
     priority: int = 0
     """Lower goes first."""
     cache_salt: str = ""
@@ -123,6 +125,8 @@ class TokenLogprob:
     logprob: float
     top: tuple[TokenLogprob, ...] = ()
     """The likeliest ones in its place, where they were asked for."""
+    rank: int = 0
+    """Of a prompt's token, 1 if none was likelier; of others 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +171,8 @@ class Answer:
     choices: tuple[Choice, ...]
     usage: Usage
     request_id: str
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    """Of the prompt's tokens but the first, where they were asked for."""
 
     @property
     def text(self) -> str:

@@ -1,9 +1,10 @@
 """Turns the chunks of a step into the arrays that every rank is told, and those into the batch that a model takes; knows no
 schedule and no pool.
 
-T tokens of the step, S entries, B longest block table, P tokens per block, R rows that sample, M image rows, E channels of an
-image embedding with its deepstack features, D sequences that draft, Q rows of prompts whose next tokens are known. A chunk that leaves a snapshot on its way is two entries or
-more: each goes on from the state that the one before it left. So are a token and the drafts behind it, an entry each.
+T tokens of the step, S entries, B longest block table, P tokens per block, R rows that sample, Q rows of prompts whose next
+tokens are scored, M image rows, E channels of an image embedding with its deepstack features, D sequences that draft. A chunk
+that leaves a snapshot on its way is two entries or more: each goes on from the state that the one before it left. So are a
+token and the drafts behind it, an entry each.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ class StepInput:
             query_lens=tuple(self.query_lens.tolist()), context_lens=tuple(self.context_lens.tolist()),
             block_tables=torch.from_numpy(self.block_tables).to(device), slot_mapping=indices(slots),
             state_slots=indices(self.state_slots), state_sources=indices(self.state_sources),
-            logit_rows=indices(np.concatenate((self.logit_rows, self.scored[:, 0]))), scored=len(self.scored), visual_embeds=visual_embeds,
+            logit_rows=indices(np.concatenate((self.logit_rows, self.scored[:, 0]))), scored=len(self.scored),
+            visual_embeds=visual_embeds,
             visual_rows=indices(self.visual_rows) if len(self.visual_rows) else None,
             follows=tuple(bool(one) for one in self.follows))
 

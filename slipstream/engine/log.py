@@ -96,10 +96,11 @@ class Tokens(Entry, frozen=True):
         """What the step put out there."""
         scores = None
         if self.scores is not None:
-            own, ranks, ids, best = (np.frombuffer(data, dtype=kind) for data, kind in zip(
-                self.scores, (np.float32, np.int32, np.int32, np.float32), strict=True))
-            scores = Scores(logprobs=own, ranks=ranks, top_tokens=ids.reshape(len(own), -1),
-                            top_logprobs=best.reshape(len(own), -1))
+            own, ranks, ids, best = self.scores
+            logprobs = np.frombuffer(own, dtype=np.float32)
+            scores = Scores(logprobs=logprobs, ranks=np.frombuffer(ranks, dtype=np.int32),
+                            top_tokens=np.frombuffer(ids, dtype=np.int32).reshape(len(logprobs), -1),
+                            top_logprobs=np.frombuffer(best, dtype=np.float32).reshape(len(logprobs), -1))
         return Computed(drawn=[Drawn(token=token, logprobs=told, drafts=drafts) for token, told, drafts in self.drawn],
                         scores=scores)
 

@@ -6,7 +6,7 @@ import math
 
 from slipstream import errors
 from slipstream.errors import InternalError, InvalidRequestError, SlipstreamError
-from slipstream.types import EngineLoad, FinishReason, Grammar, Grid, Logprobs, Role, SamplingParams, StopParams
+from slipstream.types import EngineLoad, FinishReason, Grammar, Grid, Logprobs, PromptLogprobs, Role, SamplingParams, StopParams
 from slipstream.v1 import worker_pb2 as pb
 
 CONTENT_HASH_BYTES = 16
@@ -26,12 +26,14 @@ _CODES: tuple[tuple[type[SlipstreamError], pb.ErrorCode.ValueType], ...] = (
     (errors.OverloadedError, pb.ERROR_CODE_BUSY),
     (errors.DeadlineError, pb.ERROR_CODE_DEADLINE),
     (errors.CancelledError, pb.ERROR_CODE_CANCELLED),
+    (errors.ContextLengthError, pb.ERROR_CODE_CONTEXT_LENGTH),
     (errors.InvalidRequestError, pb.ERROR_CODE_INVALID),
     (errors.RequestTooLargeError, pb.ERROR_CODE_INVALID),
     (errors.SlipstreamError, pb.ERROR_CODE_INTERNAL),
 )
 _KINDS: dict[int, type[SlipstreamError]] = {
     pb.ERROR_CODE_INVALID: errors.InvalidRequestError,
+    pb.ERROR_CODE_CONTEXT_LENGTH: errors.ContextLengthError,
     pb.ERROR_CODE_BUSY: errors.BusyError,
     pb.ERROR_CODE_UNAVAILABLE: errors.UnavailableError,
     pb.ERROR_CODE_DEADLINE: errors.DeadlineError,
@@ -116,6 +118,18 @@ def logprobs_to_pb(logprobs: Logprobs, row: int) -> pb.Logprobs:
 def logprobs_from_pb(message: pb.Logprobs) -> Logprobs:
     """Raises ValueError for columns of different lengths."""
     return Logprobs(logprob=message.logprob, top=tuple(zip(message.top_token, message.top_logprob, strict=True)))
+
+
+def prompt_logprobs_to_pb(told: PromptLogprobs, row: int) -> pb.PromptLogprobs:
+    """With the token in `row` of a StepReport's columns."""
+    return pb.PromptLogprobs(row=row, logprob=told.logprobs, rank=told.ranks, top_token=told.top_tokens,
+                             top_logprob=told.top_logprobs)
+
+
+def prompt_logprobs_from_pb(message: pb.PromptLogprobs) -> PromptLogprobs:
+    """Whether the columns fit together is for the caller to check."""
+    return PromptLogprobs(logprobs=tuple(message.logprob), ranks=tuple(message.rank), top_tokens=tuple(message.top_token),
+                          top_logprobs=tuple(message.top_logprob))
 
 
 def stop_to_pb(stop: StopParams, submit: pb.Submit) -> None:

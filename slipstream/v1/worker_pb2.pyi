@@ -77,6 +77,8 @@ class _ErrorCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorCode.V
     ERROR_CODE_INCOMPATIBLE: _ErrorCode.ValueType  # 7
     """the pair's layouts differ"""
     ERROR_CODE_INTERNAL: _ErrorCode.ValueType  # 8
+    ERROR_CODE_CONTEXT_LENGTH: _ErrorCode.ValueType  # 10
+    """the same, of a prompt and its output that do not fit"""
     ERROR_CODE_PREEMPTED: _ErrorCode.ValueType  # 9
     """decode needs its memory for older requests; what it has reported so far can be gone on from"""
 
@@ -96,6 +98,8 @@ ERROR_CODE_LEASE_EXPIRED: ErrorCode.ValueType  # 6
 ERROR_CODE_INCOMPATIBLE: ErrorCode.ValueType  # 7
 """the pair's layouts differ"""
 ERROR_CODE_INTERNAL: ErrorCode.ValueType  # 8
+ERROR_CODE_CONTEXT_LENGTH: ErrorCode.ValueType  # 10
+"""the same, of a prompt and its output that do not fit"""
 ERROR_CODE_PREEMPTED: ErrorCode.ValueType  # 9
 """decode needs its memory for older requests; what it has reported so far can be gone on from"""
 Global___ErrorCode: _TypeAlias = ErrorCode  # noqa: Y015
@@ -432,6 +436,7 @@ class Submit(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     LOCAL_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """the router's number for this request; unique within the Session"""
     request_id: _builtins.str
@@ -451,6 +456,10 @@ class Submit(_message.Message):
     """requests of different salts share no cached block"""
     local: _builtins.bool
     """decode only: compute the prompt here too; there is no prefill leg, no image and no prefill address"""
+    prompt_logprobs: _builtins.int
+    """For the leg that computes the prompt: tokens to report besides each of the prompt's own but the first; not set: report none.
+    Nothing of the prompt is then taken from the prefix cache.
+    """
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """the prompt, image placeholders expanded"""
@@ -508,12 +517,15 @@ class Submit(_message.Message):
         cache_salt: _builtins.str = ...,
         local: _builtins.bool = ...,
         grammar: Global___Grammar | None = ...,
+        prompt_logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["grammar", b"grammar", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "grammar", b"grammar", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "choices", b"choices", "grammar", b"grammar", "handle", b"handle", "ignore_eos", b"ignore_eos", "images", b"images", "local", b"local", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "output", b"output", "prefill_addresses", b"prefill_addresses", "prefill_epoch", b"prefill_epoch", "priority", b"priority", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "tokens", b"tokens", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "attempt", b"attempt", "cache_salt", b"cache_salt", "choices", b"choices", "grammar", b"grammar", "handle", b"handle", "ignore_eos", b"ignore_eos", "images", b"images", "local", b"local", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "output", b"output", "prefill_addresses", b"prefill_addresses", "prefill_epoch", b"prefill_epoch", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "tokens", b"tokens", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
 
 Global___Submit: _TypeAlias = Submit  # noqa: Y015
 
@@ -628,6 +640,7 @@ class StepReport(_message.Message):
     FINISH_FIELD_NUMBER: _builtins.int
     COMPUTED_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def handle(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -662,6 +675,10 @@ class StepReport(_message.Message):
     def cache(self) -> Global___CacheChanges:
         """for a router that watches, with or without rows"""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptLogprobs]:
+        """of prompts whose requests asked for them, with the first token drawn"""
+
     def __init__(
         self,
         *,
@@ -677,14 +694,57 @@ class StepReport(_message.Message):
         finish: _abc.Iterable[Global___FinishReason.ValueType] | None = ...,
         computed: _abc.Iterable[Global___Finished] | None = ...,
         cache: Global___CacheChanges | None = ...,
+        prompt_logprobs: _abc.Iterable[Global___PromptLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache", b"cache", "choice", b"choice", "computed", b"computed", "failed", b"failed", "finish", b"finish", "finished", b"finished", "handle", b"handle", "index", b"index", "load", b"load", "logprobs", b"logprobs", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache", b"cache", "choice", b"choice", "computed", b"computed", "failed", b"failed", "finish", b"finish", "finished", b"finished", "handle", b"handle", "index", b"index", "load", b"load", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepReport: _TypeAlias = StepReport  # noqa: Y015
+
+@_typing.final
+class PromptLogprobs(_message.Message):
+    """How probable each token of a prompt but the first was: columns, a value for each of those tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROW_FIELD_NUMBER: _builtins.int
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    TOP_TOKEN_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROB_FIELD_NUMBER: _builtins.int
+    row: _builtins.int
+    """of the columns of its report: the first token of the first choice"""
+    @_builtins.property
+    def logprob(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    @_builtins.property
+    def rank(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """1: no token was more probable"""
+
+    @_builtins.property
+    def top_token(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """as many for each, best first"""
+
+    @_builtins.property
+    def top_logprob(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        row: _builtins.int = ...,
+        logprob: _abc.Iterable[_builtins.float] | None = ...,
+        rank: _abc.Iterable[_builtins.int] | None = ...,
+        top_token: _abc.Iterable[_builtins.int] | None = ...,
+        top_logprob: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "rank", b"rank", "row", b"row", "top_logprob", b"top_logprob", "top_token", b"top_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
 
 @_typing.final
 class Logprobs(_message.Message):

@@ -1,4 +1,4 @@
-"""Logprobs of prompts against transformers: whole and in chunks, alone and in ranks, beside others, and from the cache never."""
+"""Logprobs of prompts against transformers: whole and in chunks, alone and in ranks, beside others, never from the cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slipstream.errors import InternalError, InvalidRequestError
 from slipstream.models import qwen, registry
 from slipstream.types import PromptLogprobs
 from tests.support import mtp, oracle, tiny
-from tests.support.engine_driver import Recorder, assert_empty, poison, request, run
+from tests.support.engine_driver import Recorder, assert_empty, copy_state, poison, request, run
 from tests.support.replica import CONFIG, replica
 from tests.support.samples import Samples
 from tests.support.toy_engine import make
@@ -96,10 +96,15 @@ def test_the_numbers_of_transformers_at_any_chunking(folders: dict[str, Path], n
 
 
 def test_no_more_logits_are_there_at_once_than_said(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    model, sizes = engine_model(folders["qwen3"]), []
+    model, sizes = engine_model(folders["qwen3"]), list[int]()
     real = model._logits
+
+    def counted(x: torch.Tensor) -> Any:
+        sizes.append(len(x))
+        return real(x)
+
     monkeypatch.setattr(qwen, "SCORED_ROWS", 32)
-    monkeypatch.setattr(model, "_logits", lambda x: sizes.append(len(x)) or real(x), raising=False)
+    monkeypatch.setattr(model, "_logits", counted)
     told(engine_of(folders["qwen3"]), asked("a"))
     assert sizes[:4] == [32, 32, 32, 0], "the first step's 96 rows, and none that is drawn from"
     assert max(sizes) == 32
@@ -139,16 +144,15 @@ def test_a_cached_prompt_is_computed_again_and_found_by_others(folders: dict[str
 
 def test_a_prompt_that_is_handed_over_tells_on_prefill_alone(folders: dict[str, Path]) -> None:
     prefill, decode = engine_of(folders["qwen3"]), engine_of(folders["qwen3"])
-    given = asked("a")
-    prefill.submit(given, publisher=Recorder())
+    given, recorder = asked("a"), Recorder()
+    prefill.submit(given, publisher=recorder)
     events = [event for _ in range(5) for event in prefill.step().events]
     assert events[0].prompt is not None
     check(events[0].prompt, TOKENS, oracle.logits(folders["qwen3"], TOKENS), 3)
     landing = decode.reserve(dataclasses.replace(given, prompt_logprobs=None))
     assert landing is not None
+    copy_state(prefill, *recorder.place, decode, landing, len(TOKENS))
     decode.commit(given.id, first_tokens=[events[0].token], mrope=prefill.mrope(given.id))
-    for cache in decode.caches:
-        cache.kv.zero_()
     assert all(event.prompt is None for _ in range(4) for event in decode.step().events)
 
 

@@ -14,7 +14,6 @@ import pytest
 from slipstream.checkpoint import DEMO
 from slipstream.types import Role
 from slipstream.v1 import worker_pb2 as pb
-from tests.support.fake_workers import Seen
 from tests.support.scripted_router import EOS, MODEL, Front, Later, front
 
 
@@ -26,18 +25,6 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
 
 def told(choices: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [entry for choice in choices if choice["logprobs"] for entry in choice["logprobs"]["content"]]
-
-
-def held(router: Front) -> Seen:
-    """The request that waits for its release."""
-    found: list[Seen] = []
-
-    def one() -> bool:
-        found[:] = [seen for seen in router.stage.seen.values() if seen.held.is_set() and not seen.released.is_set()]
-        return bool(found)
-
-    router.stage.until(one, "a request is held")
-    return found[0]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -125,7 +112,7 @@ def test_no_probability_is_shown_as_a_floor(router: Front, stream: bool) -> None
     """JSON has no infinity."""
     tokens = router.answer("one two", hold_at=0)
     asked = Later(router.stream if stream else router.chat, logprobs=True, top_logprobs=2)
-    seen = held(router)
+    seen = router.held()
     step = pb.StepReport(handle=[seen.submits[Role.PREFILL][0].handle], attempt=[0], choice=[0], index=[0], token=[tokens[0]],
                          finish=[pb.FINISH_REASON_UNSPECIFIED],
                          logprobs=[pb.Logprobs(logprob=-math.inf, top_token=[1, 2], top_logprob=[0.0, -math.inf])])
@@ -150,7 +137,7 @@ def test_a_token_without_its_logprobs_is_asked_for_again(router: Front, role: Ro
     index = 0 if role is Role.PREFILL else 2
     tokens = router.answer("one two three four", hold_at=index)
     asked = Later(router.stream, logprobs=True, top_logprobs=2)
-    seen = held(router)
+    seen = router.held()
     handle = seen.submits[role][0].handle
     step = pb.StepReport(handle=[handle], attempt=[0], choice=[0], index=[index], token=[tokens[0]],
                          finish=[pb.FINISH_REASON_UNSPECIFIED], logprobs=BAD[kind])

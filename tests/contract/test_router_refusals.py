@@ -162,15 +162,6 @@ def test_fields_that_change_nothing(router: Front, field: str, value: Any) -> No
     assert reply.status_code == 200, reply.text
 
 
-@pytest.mark.parametrize(("fields", "param"), [
-    ({"echo": True, "logprobs": 1}, "echo"), ({"prompt_logprobs": 1}, "prompt_logprobs"), ({"echo": 1}, "echo"),
-    ({"prompt_logprobs": 0}, "prompt_logprobs"), ({"echo": True, "max_tokens": 0}, "max_tokens")], ids=str)
-@pytest.mark.parametrize("stream", [False, True])
-def test_logprobs_of_prompts_are_refused(router: Front, fields: dict[str, Any], param: str, stream: bool) -> None:
-    """API-10, API-12, API-13."""
-    refused(router.post(COMPLETIONS, {"model": MODEL, "prompt": SECRET, "stream": stream, **fields}), param=param)
-
-
 def test_a_call_of_the_history_is_named(router: Front) -> None:
     """API-27."""
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"cut'}}

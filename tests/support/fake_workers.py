@@ -366,7 +366,17 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
                 wanted = range(submit.sampling.logprobs)
                 report.logprobs.append(pb.Logprobs(row=number, logprob=-index - 1, top_token=[token + i for i in wanted],
                                                    top_logprob=[-index - 1 - i for i in wanted]))
+        if submit.HasField("prompt_logprobs") and rows[0] == (_choices(submit)[0], len(submit.output)):
+            report.prompt_logprobs.append(scores(submit))
         queue.put_nowait(pb.WorkerMessage(step=report))
+
+
+def scores(submit: pb.Submit) -> pb.PromptLogprobs:
+    """Of prompt token i, -i / 4, of rank i; most probable: those of the next ids, at -i / 8 and less."""
+    wanted, numbers = range(submit.prompt_logprobs), range(1, len(submit.tokens))
+    return pb.PromptLogprobs(row=0, logprob=[-i / 4 for i in numbers], rank=numbers,
+                             top_token=[submit.tokens[i] + 1 + j for i in numbers for j in wanted],
+                             top_logprob=[-i / 8 - j for i in numbers for j in wanted])
 
 
 def _choices(submit: pb.Submit) -> tuple[int, ...]:

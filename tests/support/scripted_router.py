@@ -174,7 +174,10 @@ class Front:
 
     def held(self, count: int = 1) -> Seen:
         """Wait until the workers hold request number `count` from the end."""
-        self.stage.until(lambda: bool(self.stage.seen) and self.stage.last.held.is_set(), "the request is held")
+        def held() -> bool:
+            return bool(self.stage.seen) and self.stage.last.held.is_set() and not self.stage.last.released.is_set()
+
+        self.stage.until(held, "the request is held")
         return self.stage.last
 
 
