@@ -1,4 +1,4 @@
-"""Fetches the pictures that requests name by http(s) URL, from where the configuration allows it, and from nowhere else.
+"""Fetches the pictures and frames that requests name by http(s) URL, from where the configuration allows it, and nowhere else.
 
 A name is resolved here, once, every address that it has is checked, and the connection goes to one of those: a name that
 answers differently the next time leads nowhere else. Every redirect is checked as the first URL was.
@@ -16,9 +16,9 @@ from urllib.parse import urljoin, urlsplit
 import httpx
 
 from router.legs import first_of
-from router.messages import Still
 from slipstream.config_fetch import FetchConfig
 from slipstream.errors import InvalidRequestError, SlipstreamError
+from slipstream.text.images import Still
 from slipstream.text.videos import Frames
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -36,17 +36,28 @@ class Fetcher:
         self._turns = asyncio.Semaphore(config.concurrent)
 
     async def fill(self, media: Sequence[Still | Frames], take: Callable[[int], None]) -> None:
-        """Put the file of every picture of an http(s) URL beside it; the first that cannot be had ends the others. `take` hears
-        of bytes before they are kept, and may raise. Raises InvalidRequestError."""
+        """Put the file of every picture and frame of an http(s) URL beside it; the first that cannot be had ends the others.
+        `take` hears of bytes before they are kept, and may raise. Raises InvalidRequestError, which names that one."""
         wanted: dict[str, list[Still]] = {}
-        for still in media:
-            if isinstance(still, Still) and still.url[:8].lower().startswith(("http://", "https://")):
-                wanted.setdefault(still.url, []).append(still)
+        for item in media:
+            for still in [item] if isinstance(item, Still) else item.stills:
+                if still.url[:8].lower().startswith(("http://", "https://")):
+                    wanted.setdefault(still.url, []).append(still)
         if not wanted:
             return
         try:
+            async with asyncio.timeout(self._config.total_seconds):
+                await self._fill_all(list(wanted.values()), take)
+        except TimeoutError as error:
+            late = [stills[0].field for stills in wanted.values() if stills[0].data is None]
+            raise InvalidRequestError(f"{len(late)} of {len(wanted)} pictures did not come within "
+                                      f"{self._config.total_seconds:g} seconds (router.fetch.total_seconds)",
+                                      field=late[0] if late else None) from error
+
+    async def _fill_all(self, wanted: Sequence[Sequence[Still]], take: Callable[[int], None]) -> None:
+        try:
             async with asyncio.TaskGroup() as group:
-                for stills in wanted.values():
+                for stills in wanted:
                     group.create_task(self._fill(stills, take))
         except* SlipstreamError as errors:
             raise first_of(errors) from None

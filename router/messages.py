@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from router.fields import as_object, as_text
 from slipstream.errors import InvalidRequestError
+from slipstream.text.images import Still
 from slipstream.text.videos import DEFAULT_FPS, Frames
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -17,16 +17,6 @@ _IGNORED = ("role", "content", "name", "refusal", "annotations", "audio")
 _OF_ROLE = {"assistant": ("tool_calls", "reasoning_content"), "tool": ("tool_call_id",)}
 MIN_FPS, MAX_FPS = 0.01, 1000.0
 MAX_SECONDS = 1e6
-
-
-@dataclass(eq=False, kw_only=True)
-class Still:
-    """A picture as a request holds it."""
-
-    url: str
-    field: str
-    data: bytes | None = None
-    """The picture's file, once it is fetched from elsewhere."""
 
 
 def checked_message(value: Any, where: str) -> dict[str, Any]:
@@ -93,15 +83,15 @@ def _part(value: Any, where: str, role: str) -> dict[str, Any]:
 
 
 def _video(part: Mapping[str, Any], where: str, video: Any) -> Frames:
-    """Frames with their times: `video` as a list of data URLs of pictures, as Qwen's tools have it, or one URL of several, as
-    vLLM has it: `data:video/jpeg;base64,` and the frames, with commas between."""
+    """Frames with their times: `video` as a list of URLs of pictures, as Qwen's tools have it, or one URL of several, as vLLM
+    has it: `data:video/jpeg;base64,` and the frames, with commas between."""
     options = {**(video if isinstance(video, dict) else {}), **part}
     url = video.get("url") if isinstance(video, dict) else video
     if isinstance(url, str) and url.lower().startswith("data:video/jpeg;base64,"):
         url = [f"data:image/jpeg;base64,{frame}" for frame in url.partition(",")[2].split(",")]
     if not isinstance(url, list) or not all(isinstance(frame, str) for frame in url):
-        raise InvalidRequestError(f"{where} must be a list of frames, each the data URL of a picture; video files are not "
-                                  "decoded", field=where)
+        raise InvalidRequestError(f"{where} must be a list of frames, each the URL of a picture; video files are not decoded",
+                                  field=where)
     if len(url) < 2:
         raise InvalidRequestError(f"{where} has {len(url)} frames; send two or more, or a picture as image_url", field=where)
     seconds = options.get("timestamps")
@@ -115,7 +105,8 @@ def _video(part: Mapping[str, Any], where: str, video: Any) -> Frames:
         seconds = [_number(value, f"{where}.timestamps", 0, MAX_SECONDS) for value in seconds]
         if any(b <= a for a, b in pairwise(seconds)):
             raise InvalidRequestError(f"{where}.timestamps must ascend", field=f"{where}.timestamps")
-    return Frames(urls=tuple(url), seconds=tuple(seconds), field=where)
+    frames = tuple(Still(url=frame, field=f"{where}[{number}]") for number, frame in enumerate(url))
+    return Frames(stills=frames, seconds=tuple(seconds), field=where)
 
 
 def _number(value: Any, field: str, low: float, high: float) -> float:

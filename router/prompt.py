@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from router.messages import Still
 from router.reasoning import CLOSE, OPEN
 from slipstream.checkpoint import Checkpoint
 from slipstream.config import RouterConfig
@@ -21,7 +20,7 @@ from slipstream.errors import (
 from slipstream.positions import merged_tokens
 from slipstream.text import videos
 from slipstream.text.chat import ChatTemplate
-from slipstream.text.images import Picture, decode, from_data_url
+from slipstream.text.images import Picture, Still, decode
 from slipstream.text.tokenizer import Tokenizer
 from slipstream.text.videos import Frames
 
@@ -110,8 +109,7 @@ class PromptBuilder:
         for item in media:
             assert image is not None
             if isinstance(item, Still):
-                data = from_data_url(item.url, item.field) if item.data is None else item.data
-                pictures.append(decode(data, image, max_pixels=limit, field=item.field, take=take))
+                pictures.append(decode(item.file(), image, max_pixels=limit, field=item.field, take=take))
             else:
                 assert self.checkpoint.video is not None
                 pictures += videos.decode(item, image, self.checkpoint.video, max_pixels=limit, take=take)
@@ -149,7 +147,7 @@ class PromptBuilder:
         clips = [item for item in media if isinstance(item, Frames)]
         if clips and self.checkpoint.video is None:
             raise InvalidRequestError("this model takes no videos; send single pictures", field=clips[0].field)
-        images, frames, config = len(media) - len(clips), sum(len(clip.urls) for clip in clips), self._config
+        images, frames, config = len(media) - len(clips), sum(len(clip.stills) for clip in clips), self._config
         if images > config.max_images:
             raise InvalidRequestError(f"{images} images; a request may hold {config.max_images}", field="messages")
         if frames > config.max_video_frames:

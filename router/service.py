@@ -27,7 +27,6 @@ from router.fetch import Fetcher
 from router.generate import Bounds, Generation, Times
 from router.inspect import describe, inspect
 from router.limits import Limits
-from router.messages import Still
 from router.openai import ChatRequest, CompletionRequest, Options
 from router.prompt import PictureBytes, Prompt, PromptBuilder, Share, media_of
 from router.record import record
@@ -43,6 +42,7 @@ from slipstream.observability.metrics import RouterMetrics
 from slipstream.observability.record import Recorder
 from slipstream.rpc import convert
 from slipstream.rpc.security import OPEN, Security
+from slipstream.text.images import Still
 from slipstream.text.videos import Frames
 from slipstream.types import Grammar, Role, StopParams
 

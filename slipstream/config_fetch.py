@@ -10,7 +10,7 @@ from slipstream.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class FetchConfig:
-    """[router.fetch]: pictures that requests name by http(s) URL (docs/security.md); off by default."""
+    """[router.fetch]: pictures and frames of videos that requests name by http(s) URL (docs/security.md); off by default."""
 
     domains: tuple[str, ...] = ()
     """Hosts that pictures may come from: `example.com`, `.example.com` for all below it, or `*`; redirects included. Empty:
@@ -22,6 +22,8 @@ class FetchConfig:
     """Longest file."""
     seconds: float = 10.0
     """Longest wait for a picture, redirects included."""
+    total_seconds: float = 30.0
+    """Longest wait for all pictures and frames of a request, their turns included."""
     max_redirects: int = 3
     """Redirects on the way to a picture."""
     concurrent: int = 32

@@ -50,6 +50,20 @@ class Picture:
         return self.pixels.ndim == 4
 
 
+@dataclass(eq=False, kw_only=True)
+class Still:
+    """A picture as a request holds it, or a frame of a video."""
+
+    url: str
+    field: str
+    data: bytes | None = None
+    """The picture's file, once it is fetched from elsewhere."""
+
+    def file(self) -> bytes:
+        """Its bytes. Raises InvalidRequestError for a URL that is no data URL and was not fetched."""
+        return from_data_url(self.url, self.field) if self.data is None else self.data
+
+
 def from_data_url(url: str, field: str) -> bytes:
     """The bytes of `data:image/...;base64,...`. Raises InvalidRequestError for anything else."""
     if url[:8].lower().startswith(("http://", "https://")):

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from slipstream.checkpoint import ImageConfig, VideoConfig
 from slipstream.errors import InvalidRequestError
-from slipstream.text.images import Picture, from_data_url, loaded, made, opened, resized, smart_resize
+from slipstream.text.images import Picture, Still, loaded, made, opened, resized, smart_resize
 
 DEFAULT_FPS = 2.0
 """Of frames that come without fps and timestamps; what Qwen samples at."""
@@ -24,8 +24,8 @@ DEFAULT_FPS = 2.0
 class Frames:
     """A video as a request holds it."""
 
-    urls: tuple[str, ...]
-    """Data URLs, in order, at least two."""
+    stills: tuple[Still, ...]
+    """In order, at least two."""
     seconds: tuple[float, ...]
     """When each frame was; strictly ascending."""
     field: str
@@ -58,15 +58,14 @@ def decode(video: Frames, image: ImageConfig, config: VideoConfig, *, max_pixels
     """
     whole: list[NDArray[np.uint8]] = []
     group = config.temporal_patch_size
-    for number, url in enumerate(video.urls):
-        field = f"{video.field}[{number}]"
-        rgb = loaded(opened(from_data_url(url, field), max_pixels, field), field)
+    for number, still in enumerate(video.stills):
+        rgb = loaded(opened(still.file(), max_pixels, still.field), still.field)
         if not whole:
             size = rgb.size
-            high, wide = frame_size(len(video.urls), rgb.height, rgb.width, image, config)
+            high, wide = frame_size(len(video.stills), rgb.height, rgb.width, image, config)
         if rgb.size != size:
             raise InvalidRequestError(f"frame {number} is {rgb.width}x{rgb.height} pixels, the first {size[0]}x{size[1]}: all "
-                                      "frames of a video must be of one size", field=field)
+                                      "frames of a video must be of one size", field=still.field)
         if number % group == 0:
             take(3 * high * wide * group)
         whole.append(resized(rgb, high, wide))

@@ -214,7 +214,7 @@ async def test_a_bad_request_fails_alone(both: Pair, answers: dict[str, list[int
     change(to_decode)
     one, other = await both.prefill.submit(to_prefill), await both.decode.submit(to_decode)
     failed = await one.failed(5)
-    assert failed.code == pb.ERROR_CODE_INVALID
+    assert failed.code == (pb.ERROR_CODE_CONTEXT_LENGTH if words == "context window" else pb.ERROR_CODE_INVALID)
     assert words in failed.message
     await both.decode.cancel(to_decode.handle)
     await other.failed(5)

@@ -82,7 +82,7 @@ async def test_a_request_that_never_fits_is_refused_for_good(cluster: Cluster, b
         to_prefill, to_decode = await small.submits(Prompt(tokens=range(30, 60), max_tokens=1000))
         one, other = await small.prefill.submit(to_prefill), await small.decode.submit(to_decode)
         failed = await other.failed(5)
-        assert failed.code == pb.ERROR_CODE_INVALID
+        assert failed.code == pb.ERROR_CODE_CONTEXT_LENGTH
         assert "max_tokens" in failed.message
         await small.prefill.cancel(to_prefill.handle)
         await one.failed(5)

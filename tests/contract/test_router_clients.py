@@ -112,6 +112,18 @@ def test_a_video_as_frames(router: Front, client: openai.OpenAI) -> None:
         assert "<0.5 seconds>" in router.prompt
 
 
+def test_a_video_whose_frames_are_elsewhere(router: Front, elsewhere: str) -> None:
+    urls = [f"{elsewhere}/picture.png", picture(32, 32, 9)["image_url"]["url"], f"{elsewhere}/picture.png"]
+    router.answer("ok")
+    assert router.chat([{"type": "video", "video": urls}]).status_code == 200
+    assert len(router.stage.last.submits[Role.PREFILL][0].images) == 2
+    error = refused(router.chat([{"type": "video", "video": [*urls, f"{elsewhere}/text"]}]),
+                    param="messages[0].content[0].video[3]")
+    assert "not a picture" in error["message"]
+    refused(router.chat([{"type": "video_url", "video_url": {"url": f"{elsewhere}/film.mp4"}}]),
+            param="messages[0].content[0].video_url")
+
+
 # Tokens, echo ----------------------------------------------------------------------------------------------------------
 
 

@@ -100,6 +100,7 @@ def test_another_decode_replica_is_asked(router: Front) -> None:
 
 CODES = [
     (pb.ERROR_CODE_INVALID, 400),
+    (pb.ERROR_CODE_CONTEXT_LENGTH, 400),
     (pb.ERROR_CODE_UNAVAILABLE, 503),
     (pb.ERROR_CODE_DEADLINE, 504),
     (pb.ERROR_CODE_LEASE_EXPIRED, 503),
@@ -121,6 +122,7 @@ def test_prefill_fails(router: Front, code: Any, status: int, stream: bool) -> N
         got, headers, error = reply.status_code, reply.headers, reply.json()["error"]
     assert got == status
     assert set(error) == {"message", "type", "param", "code"}
+    assert (error["code"] == "context_length_exceeded") is (code == pb.ERROR_CODE_CONTEXT_LENGTH)
     if status == 503:
         assert int(headers["retry-after"]) >= 1
     cancelled(router, router.stage.last, Role.DECODE)

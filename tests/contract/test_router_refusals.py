@@ -19,7 +19,6 @@ from tests.support.scripted_router import (
     MESSAGES,
     MODEL,
     REFUSING,
-    SECRET,
     Front,
     front,
     no_worker_hears,

@@ -15,9 +15,10 @@ import pytest
 import trustme
 
 from router.fetch import Fetcher
-from router.messages import Still
 from slipstream.config_fetch import FetchConfig
 from slipstream.errors import ConfigError, InvalidRequestError, OverloadedError
+from slipstream.text.images import Still
+from slipstream.text.videos import Frames
 
 PICTURE = b"\x89PNG and so on"
 HERE = "127.0.0.1/32"
@@ -113,6 +114,36 @@ async def test_one_url_is_fetched_once_for_all_its_pictures() -> None:
         await fetcher.fill(stills, lambda count: None)
         assert [still.data for still in stills] == [PICTURE] * 3
         assert len(server.heads) == 1
+
+
+def video(*urls: str) -> Frames:
+    stills = tuple(Still(url=url, field=f"messages[0].content[0].video[{i}]") for i, url in enumerate(urls))
+    return Frames(stills=stills, seconds=tuple(map(float, range(len(urls)))), field="messages[0].content[0].video")
+
+
+async def test_frames_come_as_pictures_do() -> None:
+    """One of them is data already, one is a picture of the request too."""
+    async with serving() as server:
+        server.paths["/second"] = _reply(PICTURE * 2)
+        fetcher = Fetcher(FetchConfig(domains=("*",), networks=(HERE,)))
+        clip = video(f"{server.url}/picture", "data:image/png;base64,AAAA", f"{server.url}/second", f"{server.url}/picture")
+        still = Still(url=f"{server.url}/picture", field="messages[0].content[1].image_url")
+        await fetcher.fill([clip, still], lambda count: None)
+        assert [one.file() for one in (*clip.stills, still)] == [PICTURE, bytes(3), PICTURE * 2, PICTURE, PICTURE]
+        assert len(server.heads) == 2
+
+
+@pytest.mark.parametrize(("path", "settings", "words"), [
+    ("/nothing", {}, "status 404"), ("/slow", {"seconds": 0.3}, "within 0.3 seconds"),
+    ("/slow", {"total_seconds": 0.3}, "1 of 3 pictures did not come within 0.3 seconds"),
+    ("/endless", {"max_bytes": 100_000}, "longer than 100000 bytes")])
+async def test_the_frame_that_cannot_be_had_is_named(path: str, settings: dict[str, Any], words: str) -> None:
+    async with serving() as server:
+        server.paths |= {"/a": _reply(PICTURE), "/b": _reply(PICTURE)}
+        fetcher = Fetcher(FetchConfig(domains=("*",), networks=(HERE,), **settings))
+        with pytest.raises(InvalidRequestError, match=words) as caught:
+            await fetcher.fill([video(f"{server.url}/a", f"{server.url}/b", f"{server.url}{path}")], lambda count: None)
+    assert caught.value.field == "messages[0].content[0].video[2]"
 
 
 async def test_without_domains_nothing_is_fetched() -> None:

@@ -131,6 +131,15 @@ def test_what_prefill_did_counts_once_a_run() -> None:
     assert dispatch.stats[P] == LegStats(compute_seconds=0.75, cached_tokens=4)
 
 
+def test_what_a_lost_run_computed_does_not_count_as_cached() -> None:
+    """It was lost before it said what it had found; the next one finds its blocks."""
+    dispatch = started()
+    dispatch.failed(0, P, 0, UnavailableError("lost"))
+    dispatch.begin(1)
+    dispatch.computed(1, P, 0, LegStats(compute_seconds=0.5, cached_tokens=9))
+    assert dispatch.stats[P] == LegStats(compute_seconds=0.5)
+
+
 def test_all_tokens_and_then_a_lost_worker_is_a_good_end() -> None:
     dispatch = started()
     dispatch.tokens(0, P, 0, [row(0)])

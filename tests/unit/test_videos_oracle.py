@@ -6,6 +6,7 @@ import base64
 import dataclasses
 import io
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from slipstream.checkpoint import DEMO, ImageConfig, VideoConfig
 from slipstream.config import RouterConfig
 from slipstream.errors import CancelledError, CheckpointError, InvalidRequestError
 from slipstream.text import videos
+from slipstream.text.images import Still
 
 CHECKPOINT = checkpoints.read(DEMO)
 assert CHECKPOINT.image is not None
@@ -48,8 +50,12 @@ def url(frame: NDArray[np.uint8]) -> str:
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
+def stills(urls: Iterable[str]) -> Iterator[Still]:
+    return (Still(url=one, field=f"f[{number}]") for number, one in enumerate(urls))
+
+
 def asked(frames: NDArray[np.uint8], fps: float = 2.0) -> videos.Frames:
-    return videos.Frames(urls=tuple(map(url, frames)), seconds=tuple(i / fps for i in range(len(frames))), field="f")
+    return videos.Frames(stills=tuple(stills(map(url, frames))), seconds=tuple(i / fps for i in range(len(frames))), field="f")
 
 
 def chat(content: list[dict[str, Any]], **config: Any) -> Prompt:
@@ -111,7 +117,7 @@ def test_sizes_equal_transformers(frames: int, height: int, width: int, factor: 
 def test_times_equal_transformers(count: int, fps: float) -> None:
     """One for each pair of frames: the mean of both (MR-14)."""
     wanted = Qwen3VLProcessor._calculate_timestamps(NOBODY, list(range(count)), fps, 2)
-    frames = videos.Frames(urls=("",) * count, seconds=tuple(i / fps for i in range(count)), field="f")
+    frames = videos.Frames(stills=tuple(stills([""] * count)), seconds=tuple(i / fps for i in range(count)), field="f")
     assert videos.stamps(frames, VIDEO) == [f"<{seconds:.1f} seconds>" for seconds in wanted]
 
 

@@ -83,7 +83,7 @@ def test_every_error_has_a_code_and_comes_back_as_its_kind_or_a_parent(kind: typ
 
 @pytest.mark.parametrize("kind", [
     errors.InvalidRequestError, errors.BusyError, errors.UnavailableError, errors.DeadlineError, errors.CancelledError,
-    errors.LeaseExpiredError, errors.IncompatibleError, errors.InternalError])
+    errors.LeaseExpiredError, errors.IncompatibleError, errors.InternalError, errors.ContextLengthError])
 def test_errors_with_a_code_of_their_own_survive_the_wire(kind: type[SlipstreamError]) -> None:
     assert type(convert.failed_from_pb(convert.failed_to_pb(1, 0, kind("x")))) is kind
 
