@@ -16,6 +16,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
+import torch
 from PIL import Image
 
 from slipstream import checkpoint as checkpoints
@@ -65,6 +66,29 @@ async def test_samples_over_http(cluster: Cluster) -> None:
         assert len(answers) == 45
         assert not [answer for answer in answers if answer[1].strip() != answer[2].strip()]
         await workers.until_empty()
+
+
+async def test_a_text_is_scored_as_by_transformers(cluster: Cluster) -> None:
+    """Computed in one place and decoded in another, the second time too, when it is cached (API-10)."""
+    tokens = Tokenizer(DEMO).encode("What is 97 - 34? What is 12 + 51? Count the rows of the table, then answer: 63. " * 3)
+    exact = torch.log_softmax(oracle.logits(DEMO, tokens), -1)[:-1]
+    own = exact.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist()
+    async with httpx.AsyncClient(base_url=f"http://{cluster.processes['router-0'].address}", timeout=60) as client:
+        body = {"model": await ready(client), "prompt": tokens, "max_tokens": 2, "temperature": 0}
+        for _ in range(2):
+            answer = (await client.post("/v1/completions", json={**body, "echo": True, "logprobs": 1,
+                                                                 "prompt_logprobs": 3})).json()
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+            choice = answer["choices"][0]
+            told = choice["logprobs"]["token_logprobs"]
+            assert len(told) == len(tokens) + 2
+            assert (told[0], told[1 : len(tokens)]) == (None, pytest.approx(own, abs=1e-4))
+            best = [[one["logprob"] for one in entry.values() if one["rank"] <= 3] for entry in choice["prompt_logprobs"][1:]]
+            assert [sorted(one, reverse=True) for one in best] == [
+                pytest.approx(row, abs=1e-4) for row in exact.topk(3).values.tolist()]
+        again = (await client.post("/v1/completions", json=body)).json()
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+        assert again["choices"][0]["text"] == choice["text"].removeprefix(Tokenizer(DEMO).words(tokens))
 
 
 async def test_a_video_over_http(cluster: Cluster) -> None:
