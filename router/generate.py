@@ -280,8 +280,9 @@ class Generation:
     def _place(self, run: int) -> None:
         """Choose a pair for a run, of the least doubtful ones. Raises UnavailableError."""
         handle = self._next_handle()
-        decision = self._routing.place(self._wanted, self._workers.views(), turn=handle,
-                                       doubts=self._doubts.levels(self._workers.breakers.open()), output=self.dispatch.output(run))
+        doubts = self._doubts.levels(self._workers.breakers.open())
+        decision = self._routing.place(self._wanted, self._workers.views(), turn=handle, doubts=doubts,
+                                       output=self.dispatch.output(run))
         pair = {Role.DECODE: decision.decode} | ({Role.PREFILL: decision.prefill} if decision.prefill is not None else {})
         self._runs[run] = _Run(pair=pair, handle=handle, tokens=decision.computed_tokens)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from types import MappingProxyType
 
 from router.policy import Replica, missing, refusal
 from slipstream.config_routing import RoutingConfig
@@ -32,9 +31,6 @@ IMBALANCE = 1.5, 4
 """`prefix` follows a prefix to a replica with at most so many times the least load, and so many requests more."""
 USUAL_RUNNING = 64
 """Sequences, of a replica that does not tell how many it can run."""
-NO_DOUBTS: Mapping[str, int] = MappingProxyType({})
-
-
 @dataclass(kw_only=True, slots=True)
 class Question:
     """What a policy is asked: for one run of a request."""
@@ -47,7 +43,7 @@ class Question:
     choices: int = 1
     hits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """By replica id: blocks of the prompt that it holds, and at how many of them its last snapshot is."""
-    doubts: Mapping[str, int] = NO_DOUBTS
+    doubts: Mapping[str, int] = field(default_factory=dict)
     """By replica id, how much speaks against it: of each role only the least doubtful ones are candidates."""
 
 
@@ -185,7 +181,8 @@ POLICIES: dict[str, Policy] = {"auto": auto, "round_robin": round_robin, "least_
 # Parts -------------------------------------------------------------------------------------------------------------------
 
 
-def _least_doubtful(replicas: list[Replica], doubts: Mapping[str, int], will_do: Callable[[list[Replica]], bool]) -> list[Replica]:
+def _least_doubtful(replicas: list[Replica], doubts: Mapping[str, int], will_do: Callable[[list[Replica]], bool]
+                    ) -> list[Replica]:
     for level in sorted({doubts.get(one.id, 0) for one in replicas}):
         if will_do(some := [one for one in replicas if doubts.get(one.id, 0) <= level]):
             return some

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from router.explain import Trace, Traces
-from router.policies import NO_DOUBTS, Decision, Question, choose
+from router.policies import Decision, Question, choose
 from router.policy import Replica, missing
 from router.prefix_index import BYTES_A_KEY, PrefixIndex
 from router.prompt import Prompt
@@ -64,7 +64,7 @@ class Routing:
         return Wanted(prompt=prompt, salt=salt, choices=choices, pictures=rows,
                       trace=self.traces.begin(id, len(prompt.tokens), time.monotonic()))
 
-    def place(self, wanted: Wanted, replicas: Sequence[Replica], *, turn: int, doubts: Mapping[str, int] = NO_DOUBTS,
+    def place(self, wanted: Wanted, replicas: Sequence[Replica], *, turn: int, doubts: Mapping[str, int] | None = None,
               output: tuple[int, ...] = ()) -> Decision:
         """Choose for a run; its prompt counts as cached there from now on. Raises UnavailableError saying what is missing."""
         tokens, index = wanted.prompt.tokens + output, self.index
@@ -73,7 +73,7 @@ class Routing:
             wanted.keys = cache_keys.short(block_hash.prompt_keys(tokens, size, salt=wanted.salt, pictures=wanted.pictures))
             hits = dict(index.match(wanted.keys, (len(tokens) - 1) // size))
         question = Question(tokens=len(tokens), turn=turn, text_only=not wanted.prompt.pictures, choices=wanted.choices,
-                            hits=hits, doubts=doubts)
+                            hits=hits, doubts=doubts or {})
         decision = choose(replicas, question, self._policy, self._config, local=self._local)
         now = time.monotonic()
         wanted.trace.decided(now, decision)
