@@ -26,6 +26,7 @@ from router.actions import (
     Tokens,
 )
 from router.dispatch import Dispatch
+from router.doubts import Doubts
 from router.legs import Ears, first_of
 from router.link import WorkerLink
 from router.policies import another_decode
@@ -117,7 +118,7 @@ class Generation:
         self._bounds = bounds
         self._next_handle = next_handle
         self._runs: dict[int, _Run] = {}
-        self._failed: set[str] = set()  # replicas on which a run of this request has failed
+        self._doubts = Doubts()
         self._unread: list[Tokens | ChoiceEnd] = []
         self._unread_bytes = 0
         self._actions = deque[Action]()
@@ -200,7 +201,7 @@ class Generation:
     def leg_failed(self, run: int, role: Role, attempt: int, error: SlipstreamError) -> None:
         """A worker says so, or was lost."""
         if known := self._runs.get(run):
-            self._failed.add(known.pair[role].id)
+            self._doubt(known, role, error)
             self._workers.breakers.failed(known.pair[role].id, role, error)
         self._note("leg failed", run=run, leg=role.value, attempt=attempt, code=error.code, message=error.message)
         self.act(self.dispatch.failed(run, role, attempt, error, random.uniform(0.5, 1.0)))
@@ -268,11 +269,11 @@ class Generation:
     # Runs ----------------------------------------------------------------------------------------------------------------
 
     def _place(self, run: int) -> None:
-        """Choose a pair for a run, without those that have failed if there are others. Raises UnavailableError."""
+        """Choose a pair for a run, of the least doubtful ones. Raises UnavailableError."""
         handle = self._next_handle()
-        decision = self._routing.place(self._wanted, self._workers.views(), turn=handle,
-                                       not_now=self._failed | self._workers.breakers.open(), output=self.dispatch.output(run),
-                                       whole=self._wants_scores(run, Role.PREFILL))
+        doubts = self._doubts.levels(self._workers.breakers.open())
+        decision = self._routing.place(self._wanted, self._workers.views(), turn=handle, doubts=doubts,
+                                       output=self.dispatch.output(run), whole=self._wants_scores(run, Role.PREFILL))
         pair = {Role.DECODE: decision.decode} | ({Role.PREFILL: decision.prefill} if decision.prefill is not None else {})
         self._runs[run] = _Run(pair=pair, handle=handle, tokens=decision.computed_tokens)
 
@@ -358,8 +359,12 @@ class Generation:
 
     def _breaks(self, run: int, by: Role, error: SlipstreamError) -> None:
         """A run cannot go on, and its legs do not know it."""
-        self._failed.add(self._runs[run].pair[by].id)
+        self._doubt(self._runs[run], by, error)
         self.act(self.dispatch.broken(run, error))
+
+    def _doubt(self, run: _Run, by: Role, error: SlipstreamError) -> None:
+        peer = run.pair.get(Role.PREFILL if by is Role.DECODE else Role.DECODE)
+        self._doubts.failed(run.pair[by].id, peer.id if peer else None, error)
 
     def _note(self, what: str, **facts: object) -> None:
         self._wanted.trace.add(time.monotonic(), what, **facts)

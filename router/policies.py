@@ -31,8 +31,6 @@ IMBALANCE = 1.5, 4
 """`prefix` follows a prefix to a replica with at most so many times the least load, and so many requests more."""
 USUAL_RUNNING = 64
 """Sequences, of a replica that does not tell how many it can run."""
-
-
 @dataclass(kw_only=True, slots=True)
 class Question:
     """What a policy is asked: for one run of a request."""
@@ -45,8 +43,8 @@ class Question:
     choices: int = 1
     hits: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """By replica id: blocks of the prompt that it holds, and at how many of them its last snapshot is."""
-    not_now: Collection[str] = ()
-    """Replicas that are taken only if there are no others."""
+    doubts: Mapping[str, int] = field(default_factory=dict)
+    """By replica id, how much speaks against it: of each role only the least doubtful ones are candidates."""
 
 
 Score = tuple[Replica, int, int, float, float, float, float]
@@ -86,11 +84,9 @@ def choose(replicas: Sequence[Replica], question: Question, policy: str, config:
     for one in replicas:
         if not one.draining:
             (prefills if one.role is computes else decodes).append(one)
-    if question.not_now:
-        others = [one for one in prefills if one.id not in question.not_now]
-        prefills = others if _any_fits(others, decodes) else prefills
-        others = [one for one in decodes if one.id not in question.not_now]
-        decodes = others if _any_fits(prefills, others) else decodes
+    if question.doubts:
+        prefills = _least_doubtful(prefills, question.doubts, lambda some: _any_fits(some, decodes))
+        decodes = _least_doubtful(decodes, question.doubts, lambda some: _any_fits(prefills, some))
     if not prefills and local and question.text_only and (able := [one for one in decodes if one.computes_prompts]):
         decode = _least(able, question.turn)
         return Decision(policy=policy, prefill=None, decode=decode, local="empty_pool", reason=(
@@ -183,6 +179,14 @@ POLICIES: dict[str, Policy] = {"auto": auto, "round_robin": round_robin, "least_
 
 
 # Parts -------------------------------------------------------------------------------------------------------------------
+
+
+def _least_doubtful(replicas: list[Replica], doubts: Mapping[str, int], will_do: Callable[[list[Replica]], bool]
+                    ) -> list[Replica]:
+    for level in sorted({doubts.get(one.id, 0) for one in replicas}):
+        if will_do(some := [one for one in replicas if doubts.get(one.id, 0) <= level]):
+            return some
+    return replicas
 
 
 def _any_fits(prefills: Sequence[Replica], decodes: Sequence[Replica]) -> bool:

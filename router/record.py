@@ -22,6 +22,7 @@ def record(generation: Generation) -> dict[str, Any]:
                      for picture in request.prompt.pictures],
         "sampling": dataclasses.asdict(request.sampling), "stop": stop, "priority": request.priority,
         "cache_salt": request.cache_salt,
+        "prompt_logprobs": request.prompt_logprobs,
         "grammar": None if request.grammar is None else request.grammar.text,
         "output": generation.dispatch.outputs(), "resumes": generation.dispatch.resumes,
         "code": "ok" if end is None or end.error is None else end.error.code,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from router.explain import Trace, Traces
@@ -64,7 +64,7 @@ class Routing:
         return Wanted(prompt=prompt, salt=salt, choices=choices, pictures=rows,
                       trace=self.traces.begin(id, len(prompt.tokens), time.monotonic()))
 
-    def place(self, wanted: Wanted, replicas: Sequence[Replica], *, turn: int, not_now: Collection[str] = (),
+    def place(self, wanted: Wanted, replicas: Sequence[Replica], *, turn: int, doubts: Mapping[str, int] | None = None,
               output: tuple[int, ...] = (), whole: bool = False) -> Decision:
         """Choose for a run; its prompt counts as cached there from now on. `whole`: all of it is computed, whatever is cached.
         Raises UnavailableError saying what is missing."""
@@ -74,7 +74,7 @@ class Routing:
             wanted.keys = cache_keys.short(block_hash.prompt_keys(tokens, size, salt=wanted.salt, pictures=wanted.pictures))
             hits = {} if whole else dict(index.match(wanted.keys, (len(tokens) - 1) // size))
         question = Question(tokens=len(tokens), turn=turn, text_only=not wanted.prompt.pictures, choices=wanted.choices,
-                            hits=hits, not_now=not_now)
+                            hits=hits, doubts=doubts or {})
         decision = choose(replicas, question, self._policy, self._config, local=self._local)
         now = time.monotonic()
         wanted.trace.decided(now, decision)

@@ -27,7 +27,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("at least 0", lambda value: value >= 0,
      "engine.state_snapshots transfer.image_store_bytes transfer.rdma.quarantine_seconds transfer.faults.delay_seconds "
      "transfer.faults.stall_at_bytes transfer.faults.bytes_per_second router.max_in_flight_tokens router.max_waiting "
-     "router.breaker_failures router.fetch.max_redirects router.max_prompt_logprobs " + AT_LEAST_0),
+     "router.breaker_failures router.fetch.max_redirects " + AT_LEAST_0),
     ("above 0", lambda value: value > 0,
      "transfer.stall_seconds transfer.lease_seconds transfer.connect_seconds ray.unresponsive_seconds "
      "router.routing.dns_seconds router.fetch.seconds router.fetch.total_seconds router.schema_seconds "
@@ -35,6 +35,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("in (0, 1]", lambda value: 0 < value <= 1, "transfer.parked_fraction"),
     ("a share, 0 to 1", lambda value: 0 <= value <= 1,
      "transfer.faults.drop transfer.faults.duplicate transfer.faults.corrupt transfer.faults.cut"),
+    ("0 to 1000000", lambda value: 0 <= value <= 1_000_000, "router.max_prompt_logprobs"),  # they travel in one message
     ("0 to 3", lambda value: 0 <= value <= 3, "speculative.tokens"),
     ("0 to 65535", lambda value: 0 <= value < 65536, "router.port"),
     ("-1 to 65535", lambda value: -1 <= value < 65536, "router.grpc.port"),

@@ -33,7 +33,7 @@ class Stop:
     """When a choice ends, besides the model's own end."""
 
     max_tokens: int | None = None
-    """None: what the context leaves."""
+    """None: what the context leaves. 0, in GenerateRequest: none."""
     strings: Sequence[str] = ()
     """Not part of the text."""
     token_ids: Sequence[int] = ()
@@ -43,7 +43,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Image:
-    """A picture: the bytes of a PNG, JPEG, WebP, GIF or BMP file, or a data URL."""
+    """A picture: the bytes of a PNG, JPEG, WebP, GIF or BMP file, or a URL: a data URL, or http(s) where the router fetches."""
 
     data: bytes | str
 

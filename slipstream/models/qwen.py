@@ -22,7 +22,7 @@ from slipstream.models.vision import VisionTower
 from slipstream.models.windowed_vision import WindowedTower
 from slipstream.types import KvScales
 
-SCORED_ROWS = 256
+SCORED_ROWS = 128
 """Rows of prompts whose logits are in memory at once, each as long as the vocabulary."""
 
 

@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router import policies
+from router.doubts import Doubts
 from router.policies import POLICIES, SCORE, Decision, Question, another_decode
 from router.policy import Replica, missing
 from router.stream import StopFilter
 from slipstream.config_routing import RoutingConfig
-from slipstream.errors import UnavailableError
+from slipstream.errors import TransferError, UnavailableError
 from slipstream.types import Role
 
 P, D = Role.PREFILL, Role.DECODE
@@ -107,9 +108,30 @@ def test_another_decode_is_another_if_there_is_one() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_replicas_that_failed_are_avoided_while_there_are_others(policy: str) -> None:
     replicas = [replica("p0", P), replica("p1", P, in_flight=9), replica("d0", D)]
-    assert pair(choose(replicas, policy, not_now={"p0", "d0"})) == ("p1", "d0")
+    assert pair(choose(replicas, policy, doubts={"p0": 2, "d0": 2})) == ("p1", "d0")
     other_model = [replica("p0", P), replica("p1", P, "b"), replica("d0", D)]
-    assert pair(choose(other_model, policy, not_now={"p0"}))[0] == "p0", "the other one fits with no decode replica"
+    assert pair(choose(other_model, policy, doubts={"p0": 2}))[0] == "p0", "the other one fits with no decode replica"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_of_doubtful_replicas_the_least_doubtful_one_is_taken(policy: str) -> None:
+    replicas = [replica("p0", P), replica("p1", P, in_flight=9), replica("d0", D), replica("d1", D, in_flight=9)]
+    assert pair(choose(replicas, policy, doubts={"p0": 4, "p1": 2, "d0": 2, "d1": 1})) == ("p1", "d1")
+
+
+def test_a_silent_host_costs_a_request_two_runs_before_it_is_known_to_be_gone() -> None:
+    """Both replicas of one host are gone, and their Sessions have not noticed: any run through them fails."""
+    replicas = [replica("gone-p", P), replica("p", P, in_flight=9), replica("gone-d", D), replica("d", D, in_flight=9)]
+    doubts, runs = Doubts(), 0
+    while (run := pair(choose(replicas, "least_load", doubts=doubts.levels()))) != ("p", "d"):
+        prefill, decode = run
+        if decode == "gone-d":
+            doubts.failed(decode, prefill, UnavailableError("it was lost"))
+        else:
+            doubts.failed(decode, prefill, TransferError("the source cannot be reached"))
+        runs += 1
+    assert runs == 2
+    assert doubts.levels({"p"})["p"] == 2, "what others think counts too"
 
 
 # Prefixes ----------------------------------------------------------------------------------------------------------------
