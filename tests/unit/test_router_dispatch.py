@@ -121,23 +121,17 @@ def test_what_prefill_did_is_known_although_the_end_comes_before_its_own() -> No
     assert dispatch.stats[P] == did
 
 
-def test_what_prefill_did_counts_once_a_run() -> None:
+@pytest.mark.parametrize("told", [True, False])
+def test_what_prefill_did_counts_once_a_run(told: bool) -> None:
+    """What was cached only the first run can say: the next one finds what that one computed."""
     dispatch, did = started(), LegStats(compute_seconds=0.5, cached_tokens=4)
-    dispatch.computed(0, P, 0, did)
-    dispatch.finished(0, P, 0, did, handed_off=True)
+    if told:
+        dispatch.computed(0, P, 0, did)
+        dispatch.finished(0, P, 0, did, handed_off=True)
     dispatch.failed(0, D, 0, UnavailableError("lost"))
     dispatch.begin(1)
     dispatch.finished(1, P, 0, LegStats(compute_seconds=0.25, cached_tokens=9), handed_off=True)
-    assert dispatch.stats[P] == LegStats(compute_seconds=0.75, cached_tokens=4)
-
-
-def test_what_a_lost_run_computed_does_not_count_as_cached() -> None:
-    """It was lost before it said what it had found; the next one finds its blocks."""
-    dispatch = started()
-    dispatch.failed(0, P, 0, UnavailableError("lost"))
-    dispatch.begin(1)
-    dispatch.computed(1, P, 0, LegStats(compute_seconds=0.5, cached_tokens=9))
-    assert dispatch.stats[P] == LegStats(compute_seconds=0.5)
+    assert dispatch.stats[P] == LegStats(compute_seconds=0.75 if told else 0.25, cached_tokens=4 if told else 0)
 
 
 def test_all_tokens_and_then_a_lost_worker_is_a_good_end() -> None:
