@@ -92,7 +92,7 @@ def test_examples(cluster: Cluster, python: Path, tmp_path: Path, example: str) 
 
 
 def test_there_are_examples_of_everything() -> None:
-    assert len(EXAMPLES) == 6
+    assert len(EXAMPLES) == 7
     for name in ("Client", "AsyncClient", "stream_chat", "generate", "tokenize", "models", "load", "Image", "Retry"):
         assert any(name in one for one in EXAMPLES), name
 

@@ -55,7 +55,7 @@ def check(found: PromptLogprobs, tokens: Sequence[int], logits: torch.Tensor, to
     own = right.gather(-1, torch.tensor(tokens[1:])[:, None])
     assert len(found) == len(tokens) - 1
     assert float((own[:, 0] - torch.tensor(found.logprobs)).abs().max()) < TOLERANCE
-    ranks = (right > own + TOLERANCE).sum(-1) + 1, (right > own - TOLERANCE).sum(-1) + 1
+    ranks = (right > own + TOLERANCE).sum(-1) + 1, (right > own - TOLERANCE).sum(-1)  # the second counts the token itself
     assert all(low <= rank <= high for low, rank, high in zip(ranks[0], found.ranks, ranks[1], strict=True))
     best = right.topk(top).values
     for number in range(len(found)):

@@ -135,12 +135,13 @@ def test_prompt_logprobs_of_completions_and_chats(router: Front, top: int) -> No
     assert "prompt_logprobs" not in router.chat().json()
 
 
-def test_both_forms_at_once(router: Front) -> None:
+@pytest.mark.parametrize(("echoed", "told"), [(2, 1), (1, 2)])
+def test_both_forms_at_once(router: Front, echoed: int, told: int) -> None:
     tokens = tuple(router.tokenizer.encode(PROMPT))
     output = router.answer(" two")
-    (choice,) = completed(router, echo=True, logprobs=2, prompt_logprobs=1)
-    check_scores(router, choice["prompt_logprobs"], tokens, 1)
-    check_echo(router, choice, tokens, len(output) - 1, 2)
+    (choice,) = completed(router, echo=True, logprobs=echoed, prompt_logprobs=told)
+    check_scores(router, choice["prompt_logprobs"], tokens, told)
+    check_echo(router, choice, tokens, len(output) - 1, echoed)
 
 
 @pytest.mark.parametrize(("plan", "asked"), [
@@ -150,7 +151,7 @@ def test_both_forms_at_once(router: Front) -> None:
 def test_they_are_told_once(router: Front, plan: dict[str, Any], asked: list[bool]) -> None:
     """Whoever computes the prompt is asked until they have come, and decode never."""
     router.answer(" two three four", **plan)
-    choice, = completed(router, stream=True, echo=True, logprobs=1)
+    (choice,) = completed(router, stream=True, echo=True, logprobs=1)
     check_echo(router, choice, tuple(router.tokenizer.encode(PROMPT)), len(router.tokenizer.encode(" two three four")), 1)
     submits = router.stage.last.submits
     assert [submit.HasField("prompt_logprobs") for submit in submits[Role.PREFILL]] == asked

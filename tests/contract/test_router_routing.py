@@ -175,6 +175,17 @@ def test_decode_alone_may_be_busy_or_fail_and_the_request_goes_on(router: Front,
     assert len(stage.last.submits[D][1].output) == 2
 
 
+def test_a_prompt_whose_logprobs_are_wanted_counts_as_not_cached(router: Front, stage: Stage) -> None:
+    those = workers(stage, "p0", "d0")
+    those[1].cached = set(keys(router, TEXT))
+    serve(router, those, "router.routing.local_prefill_tokens=20", "router.routing.predict_seconds=0")
+    stage.until(lambda: metric(router, "prefix_keys") == len(those[1].cached), "it is told")
+    for fields, local in ({}, True), ({"prompt_logprobs": 1}, False):
+        router.answer("ok")
+        complete(router, **fields)
+        assert stage.last.submits[D][0].local is local
+
+
 def test_a_client_that_leaves_cancels_decode_alone(router: Front, stage: Stage) -> None:
     serve(router, workers(stage, "p0", "d0"), LOCAL)
     router.answer("never seen whole", hold_at=2)
