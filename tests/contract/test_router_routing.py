@@ -180,10 +180,10 @@ def test_a_prompt_whose_logprobs_are_wanted_counts_as_not_cached(router: Front, 
     those[1].cached = set(keys(router, TEXT))
     serve(router, those, "router.routing.local_prefill_tokens=20", "router.routing.predict_seconds=0")
     stage.until(lambda: metric(router, "prefix_keys") == len(those[1].cached), "it is told")
-    for fields, local in ({}, True), ({"prompt_logprobs": 1}, False):
+    for wanted in None, 1:
         router.answer("ok")
-        complete(router, **fields)
-        assert stage.last.submits[D][0].local is local
+        complete(router, prompt_logprobs=wanted)
+        assert stage.last.submits[D][0].local is (wanted is None)
 
 
 def test_a_client_that_leaves_cancels_decode_alone(router: Front, stage: Stage) -> None:
