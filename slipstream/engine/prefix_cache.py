@@ -140,16 +140,19 @@ class PrefixCache:
             self._note(key)
         self._shared[block] = _Shared(key=key, pins=1)
 
-    def snapshot_slot(self, key: bytes) -> int | None:
-        """A slot for the state after the block of `key`, from another snapshot if need be; None if there is one already, or no
-        slot at all. `keep` or `drop` it when the step that writes it is over."""
+    def snapshot_slot(self, key: bytes | None, instead_of: bytes | None = None) -> int | None:
+        """A slot for the state after the block of `key` (None: it is not known yet), from another snapshot if need be; None if
+        there is one already, or no slot at all. `keep` or `drop` it when the step that writes it is over. `instead_of`: the
+        block of a snapshot that goes for it."""
         if not self.enabled or not self._snapshots.total or key in self._states:
             return None
-        if not self._snapshots.free:
+        old = instead_of if instead_of is not None and instead_of in self._states else None
+        if old is None and not self._snapshots.free:
             if not self._states:
                 return None  # all of them are being written
-            old, gone = self._states.popitem(last=False)
-            self.drop(gone)
+            old = next(iter(self._states))
+        if old is not None:
+            self.drop(self._states.pop(old))
             self._note(old)
         taken = self._snapshots.take(CACHE)
         assert taken is not None, "one is free"
