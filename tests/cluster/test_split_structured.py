@@ -39,7 +39,8 @@ def form(schema: dict[str, Any]) -> Any:
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     cluster = Cluster(tmp_path_factory.mktemp("structured"))
     workers = [*cluster.start_workers("prefill"), cluster.start_gang("decode", 1, 2)[0]]
-    cluster.start_router(workers, overrides=["router.schema_seconds=1"])
+    cluster.start_router(workers, ["router.schema_seconds=1"])
+    cluster.start_router(workers[1:], ["router.empty_prefill_pool=local"])
     yield cluster
     complaints = [line for running in cluster.processes.values() for line in running.complaints()]
     assert set(cluster.close().values()) == {0}
@@ -84,6 +85,17 @@ def test_streamed_and_whole_answers_are_the_same(client: openai.OpenAI) -> None:
     pieces = [chunk.choices[0] for chunk in ask(client, form(SCHEMA), temperature=1.0, seed=3, stream=True)]
     assert "".join(piece.delta.content or "" for piece in pieces) == whole.choices[0].message.content
     assert pieces[-1].finish_reason == "stop"
+
+
+def test_decode_alone_keeps_the_form(client: openai.OpenAI, cluster: Cluster) -> None:
+    """It computes the prompt too where no prefill replica is, and draws the first token under the same mask."""
+    url = f"http://{cluster.processes['router-1'].address}"
+    asyncio.run(healthy(url))
+    asked: dict[str, Any] = {"n": 4, "temperature": 2.0, "seed": 7}
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as other:
+        alone, split = ask(other, form(SCHEMA), **asked), ask(client, form(SCHEMA), **asked)
+    assert [one.message.content for one in alone.choices] == [one.message.content for one in split.choices]
+    assert "slipstream_router_local_prefills_total{" in httpx.get(f"{url}/metrics").text
 
 
 def test_any_object_and_a_first_token_that_ends_the_answer(client: openai.OpenAI) -> None:
