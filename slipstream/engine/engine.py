@@ -201,14 +201,15 @@ class Engine:
             return None
         return Reservation(blocks=sequence.blocks, state_slot=sequence.state_slot, have_tokens=sequence.cached)
 
-    def keep(self, id: RequestId) -> None:
-        """The bytes that were borrowed are in: they go to the prefix cache. Raises InternalError for an id that has no
-        reservation."""
+    def keep(self, id: RequestId) -> int:
+        """The bytes that were borrowed are in: they go to the prefix cache. How many tokens of the prompt can be found there
+        now, and could not before. Raises InternalError for an id that has no reservation."""
         sequence = self._known(id)
         if sequence.state is not State.RESERVED:
             raise InternalError(f"{id} is {sequence.state.value}, not reserved")
-        self._memory.keep_all(sequence)
+        gained = self._memory.keep_all(sequence)
         self._scheduler.end(sequence)
+        return gained
 
     # Both --------------------------------------------------------------------------------------------------------------
 

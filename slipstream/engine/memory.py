@@ -220,15 +220,20 @@ class Memory:
             if output:
                 sequence.snapshot = key
 
-    def keep_all(self, sequence: Sequence) -> None:
-        """What a reservation of whole blocks was filled with goes to the cache, with the states after it."""
-        sequence.computed = sequence.prompt_tokens
+    def keep_all(self, sequence: Sequence) -> int:
+        """What a reservation of whole blocks was filled with goes to the cache, with the states after it. How many more tokens
+        can be found now."""
+        def found() -> int:
+            return len(self.cache.match(sequence.keys or (), needs_state=self.slots.total > 0).blocks)
+
+        before, sequence.computed = found(), sequence.prompt_tokens
         self.share_full(sequence)
         assert sequence.keys, "whole blocks have keys"
         slot = self.cache.snapshot_slot(sequence.keys[-1]) if sequence.state_slot is not None else None
         if slot is not None and sequence.state_slot is not None:
             self._copier.copy_state(sequence.state_slot, slot)
             self.cache.keep(sequence.keys[-1], slot, passing=False)
+        return (found() - before) * self.blocks.block_size
 
     # Giving back --------------------------------------------------------------------------------------------------------
 
