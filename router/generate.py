@@ -29,10 +29,11 @@ from router.dispatch import Dispatch
 from router.doubts import Doubts
 from router.legs import Ears, first_of, sound
 from router.link import WorkerLink
-from router.policies import another_decode
+from router.policies import Load, another_decode
 from router.policy import Replica
-from router.prompt import Prompt
+from router.request import RUN_MARK, Bounds, GenerateRequest, Output, Times
 from router.routing import Routing
+from router.turns import FAILED, LATE, CacheLoad
 from router.workers import Workers
 from slipstream.errors import (
     CancelledError,
@@ -45,7 +46,7 @@ from slipstream.errors import (
 )
 from slipstream.observability.metrics import RouterMetrics
 from slipstream.rpc import convert
-from slipstream.types import Grammar, Role, SamplingParams, StopParams
+from slipstream.types import Role
 from slipstream.v1 import worker_pb2
 
 logger = logging.getLogger(__name__)
@@ -55,52 +56,6 @@ TOKEN_BYTES = 4
 LOGPROB_BYTES = 8
 LOOK_SECONDS = 1.0
 """How often a request that waits for replicas looks again, if it hears nothing of them."""
-RUN_MARK = "~"
-"""Between a request's id and the number of a run after its first, in the id that workers know; no client's id holds it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerateRequest:
-    """What the workers are asked for."""
-
-    id: str
-    prompt: Prompt
-    sampling: SamplingParams
-    stop: StopParams
-    deadline: float
-    """time.monotonic()."""
-    choices: int = 1
-    priority: int = 0
-    cache_salt: str = ""
-    grammar: Grammar | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Output:
-    """What has come since the reader last looked."""
-
-    news: tuple[Tokens | ChoiceEnd, ...] = ()
-    end: End | None = None
-
-
-@dataclass(kw_only=True)
-class Times:
-    """time.monotonic() of a request's milestones."""
-
-    arrived: float
-    first_token: float | None = None
-    last_token: dict[int, float] = field(default_factory=dict)
-    """By choice."""
-    ended: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bounds:
-    """What a request may use up."""
-
-    unread_bytes: int
-    max_resumes: int
-    resume_wait_seconds: float
 
 
 @dataclass(eq=False, kw_only=True)
@@ -112,6 +67,8 @@ class _Run:
     handle: int
     tokens: int
     """Of the prompt, those that are probably not cached where it is computed."""
+    load: Load | None = None
+    """Goes before."""
     secret: str = field(default_factory=lambda: secrets.token_hex(16))
     """Of its transfer's id, which opens the prompt's KV: the request's own id is in the client's hands."""
     busy: set[str] = field(default_factory=set)
@@ -150,8 +107,10 @@ class Generation:
         self._place(0)
         self._later(max(0.0, self.request.deadline - time.monotonic()),
                     lambda: self.give_up(DeadlineError("the request's deadline passed")))
-        self.act(self.dispatch.start(local=self._is_local(0)))
-        self._bring_pictures(0)
+        if self._runs[0].load is None:
+            self._begin(0)
+        else:
+            self._spawn(self._load_and_begin(0))
 
     async def next(self) -> Output:
         """Wait for news and take them."""
@@ -284,10 +243,8 @@ class Generation:
         decision = self._routing.place(self._wanted, self._workers.views(), turn=handle, doubts=doubts,
                                        output=self.dispatch.output(run))
         pair = {Role.DECODE: decision.decode} | ({Role.PREFILL: decision.prefill} if decision.prefill is not None else {})
-        self._runs[run] = _Run(pair=pair, handle=handle, tokens=decision.computed_tokens)
-
-    def _is_local(self, run: int) -> bool:
-        return Role.PREFILL not in self._runs[run].pair
+        self._runs[run] = _Run(pair=pair, handle=handle, tokens=decision.computed_tokens,
+                               load=decision.load)
 
     async def _resume(self, action: Resume) -> None:
         """Begin a new run as soon as there are replicas for it; none for too long ends the request."""
@@ -304,19 +261,60 @@ class Generation:
             await self._workers.change(LOOK_SECONDS)
         else:
             return
-        self.act(self.dispatch.begin(action.run, local=self._is_local(action.run)))
-        self._bring_pictures(action.run)
+        await self._load_and_begin(action.run)
+
+    async def _load_and_begin(self, number: int) -> None:
+        """What prefill lacks and decode has goes first, if that was decided."""
+        run = self._runs[number]
+        if run.load is not None:
+            run.tokens -= await self._load(self._named(number), run, run.load)
+        self._begin(number)
+
+    async def _load(self, prompt: worker_pb2.Submit, run: _Run, load: Load) -> int:
+        """How many tokens it brought."""
+        seconds = min(self._routing.load_seconds, self.request.deadline - time.monotonic())
+        target, began = run.pair[Role.PREFILL], time.monotonic()
+        try:
+            loading = CacheLoad(prompt, self._next_handle(), self._workers.link(load.source.id), self._workers.link(target.id),
+                                seconds)
+        except UnavailableError:
+            return 0  # one has just left
+        try:
+            await loading.run()
+        finally:
+            told = loading.outcome
+            self._metrics.cache_loads.labels(told.outcome).inc()
+            self._metrics.loaded_tokens.inc(told.stats.cached_tokens)
+            self._note("load", outcome=told.outcome, message=told.message, load_from=load.source.name,
+                       tokens=told.stats.cached_tokens, kv_bytes=told.stats.kv_bytes, state_bytes=told.stats.state_bytes,
+                       took_seconds=time.monotonic() - began)
+        if told.outcome in (FAILED, LATE):
+            self._routing.load_failed(load.source.id, target.id)
+        return told.stats.cached_tokens
+
+    def _begin(self, number: int) -> None:
+        local = Role.PREFILL not in self._runs[number].pair
+        self.act(self.dispatch.begin(number, local=local) if number else self.dispatch.start(local=local))
+        self._bring_pictures(number)
+
+    def _named(self, number: int, output: Sequence[int] | None = None) -> worker_pb2.Submit:
+        """A run's prompt, for a worker."""
+        request = self.request
+        return worker_pb2.Submit(
+            request_id=request.id if number == 0 else f"{request.id}{RUN_MARK}{number}", tokens=request.prompt.tokens,
+            output=self.dispatch.output(number) if output is None else output, cache_salt=request.cache_salt,
+            priority=request.priority,
+            images=[convert.image_to_pb(picture.content_hash, picture.grid) for picture in request.prompt.pictures])
 
     def _submit(self, action: Submit) -> None:
         request, run = self.request, self._runs[action.run]
-        name = request.id if action.run == 0 else f"{request.id}{RUN_MARK}{action.run}"
+        prompt = self._named(action.run, action.output)
         message = worker_pb2.Submit(
-            handle=run.handle, request_id=name, attempt=action.attempt, transfer_id=f"{name}/{run.secret}",
-            tokens=request.prompt.tokens, output=action.output, choices=action.choices, priority=request.priority,
-            cache_salt=request.cache_salt, local=action.local, grammar=convert.grammar_to_pb(request.grammar),
+            handle=run.handle, attempt=action.attempt, transfer_id=f"{prompt.request_id}/{run.secret}", choices=action.choices,
+            local=action.local, grammar=convert.grammar_to_pb(request.grammar),
             sampling=convert.sampling_to_pb(request.sampling),
-            images=[convert.image_to_pb(picture.content_hash, picture.grid) for picture in request.prompt.pictures],
             remaining_ms=max(1, int((request.deadline - time.monotonic()) * 1000)))
+        message.MergeFrom(prompt)
         convert.stop_to_pb(request.stop, message)
         asked = action.role
         try:

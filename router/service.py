@@ -24,13 +24,14 @@ from router.admission import ANYBODY, Client, Turn
 from router.answer import Answer
 from router.breaker import Breakers
 from router.fetch import Fetcher
-from router.generate import Bounds, GenerateRequest, Generation, Times
+from router.generate import Generation
 from router.inspect import describe, inspect
 from router.limits import Limits
 from router.messages import Still
 from router.openai import ChatRequest, CompletionRequest, Options
 from router.prompt import PictureBytes, Prompt, PromptBuilder, Share, media_of
 from router.record import record
+from router.request import Bounds, GenerateRequest, Times
 from router.routing import Routing
 from router.schemas import Schemas
 from router.stream import TextStream

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 POLICIES = ("auto", "round_robin", "least_load", "prefix")
 EMPTY_POOL = ("fail", "local")
 AT_LEAST_0 = " ".join(f"router.routing.{name}" for name in (
-    "index_bytes", "predict_seconds", "balance_seconds", "compute_weight", "local_prefill_tokens", "load_tokens", "stall_weight", "decisions"))
+    "index_bytes", "predict_seconds", "balance_seconds", "compute_weight", "local_prefill_tokens", "load_tokens",
+    "stall_weight", "decisions"))
 """Keys that no number below 0 makes sense for."""
 
 

@@ -174,7 +174,8 @@ class FollowingReplica:
         layout = cache_layout(config, checkpoint, config.model.name, build.dtype_name(config.model, checkpoint, device))
         self._link, comm = ranks.follow(place, fingerprint(role, layout, config), device)
         self._executor, caches = build.build_rank(checkpoint, config.model, config.engine, comm,
-                                                  state_snapshots=snapshots(role, config), draft_tokens=draft_tokens(role, config))
+                                                  state_snapshots=snapshots(role, config),
+                                                  draft_tokens=draft_tokens(role, config))
         self._memory = CacheMemory(layout, cache_tensors(checkpoint, caches, place.shard), place.shard)
 
     def channel_ends(self, *, replica_id: str, epoch: int, host: str, security: Security) -> tuple[CacheStore, CacheLoader]:

@@ -1,8 +1,8 @@
-"""What is cached of a prompt, on its way from one replica's prefix cache to another's: the two legs of a `cached` Submit. They are
-a hand-off that computes nothing and draws no token. Knows no role and no gRPC.
+"""What is cached of a prompt, on its way from one replica's prefix cache to another's: the two legs of a `cached` Submit. They
+are a hand-off that computes nothing and draws no token. Knows no role and no gRPC.
 
-Ledger: the lender's engine holds the blocks and a copy of the states until the transfer is over; the borrower's holds the landing
-until nothing writes there any more. `clean_up` runs after that, and returns what is left.
+Ledger: the lender's engine holds the blocks and a copy of the states until the transfer is over; the borrower's holds the
+landing until nothing writes there any more. `clean_up` runs after that, and returns what is left.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What decode has cached of a conversation, answer and states included, goes to prefill's cache: tokens stay the same, only what
-is new is computed, and nothing is left behind. On the toy model every wrong row or state shows in the tokens."""
+"""What decode has cached of a conversation, answer and states included, goes to prefill's cache: tokens stay the same, only
+what is new is computed, and nothing is left behind. On the toy model every wrong row or state shows in the tokens."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from slipstream.errors import InternalError, InvalidRequestError, ProtocolError
 from slipstream.types import RequestId
 from tests.contract.test_engine_reuse import Talk
 from tests.support import mtp, tiny
+from tests.support.drafting import RIGHT
 from tests.support.drafting import engine as drafting_engine
 from tests.support.engine_driver import assert_empty, poison, request
 from tests.support.engine_pair import Pair
@@ -176,9 +177,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("right", ["none", "all", "mixed"])
 def test_drafts_leave_the_same_snapshots(folder: Path, right: str) -> None:
-    """Whatever drafts are right: the state after a block is that of the token before its end, and the next turn goes on from it."""
-    from tests.support.drafting import RIGHT
-
+    """Whatever drafts are right: the next turn goes on from the state after exactly the last whole block."""
     turns: list[list[int]] = []
     for drafts in (0, 3):
         prefill, _ = drafting_engine(folder, 0)
