@@ -41,7 +41,6 @@ STUCK_SECONDS = 120.0
 SPEED_TOKENS = 64
 """Through the model, from one measurement of its speed to the next, at least."""
 SERVICE = "slipstream.worker.v1.Worker"
-State = tuple[EngineLoad, EngineCounters, CacheChanges | None]
 
 WriteContext = grpc.aio.ServicerContext[pb.RouterMessage, pb.WorkerMessage]
 PutImage = Callable[[AsyncIterator[pb.ImageChunk]], Awaitable[bool]]
@@ -87,7 +86,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._feed = CacheFeed()
         self._counted = EngineCounters()  # when the speed was last measured
         self._speed = 0.0
-        self._asked: asyncio.Future[State] | None = None
+        self._asked: asyncio.Future[None] | None = None
         self._asked_at = 0.0
         self._pulse: asyncio.Task[None] | None = None
 
@@ -163,24 +162,26 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def _look(self) -> None:
         """Ask the engine for its load. In the middle of a long step the last answer goes out again: it is our sign of life."""
         if self._asked is None:
-            self._asked = asyncio.ensure_future(self._replica.call(_state))
+            self._asked = asyncio.ensure_future(self._replica.call(self._teller()))
             self._asked_at = asyncio.get_running_loop().time()
         await asyncio.wait({self._asked}, timeout=LOAD_SECONDS)
         if self._asked.done():
             asked, self._asked = self._asked, None
-            self._heard(*asked.result())
+            asked.result()
         elif asyncio.get_running_loop().time() - self._asked_at > STUCK_SECONDS and not self.dead.is_set():
             self._on_death(TimeoutError(f"a step has not ended for {STUCK_SECONDS:.0f} s"))
 
     async def _prove(self) -> None:
         """Nothing may be owned while no request runs. A leak is a bug of ours, so it is loud and stops new traffic."""
-        def proof(engine: Engine) -> State:
+        tell = self._teller()
+
+        def proof(engine: Engine) -> None:
             engine.check_integrity()
-            return _state(engine)
+            tell(engine)
 
         started = self._jobs.started
         try:
-            self._heard(*await self._replica.call(proof))
+            await self._replica.call(proof)
             if self._jobs.started != started:
                 return  # a request came meanwhile: it may own what it likes
             self._proved = started
@@ -189,6 +190,12 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         except InternalError as error:
             logger.critical("the ledgers of this replica are wrong: %s", error)
             await self._set_health(serving=False)
+
+    def _teller(self) -> Callable[[Engine], None]:
+        """For the engine thread: tells what the engine is like, in order with its steps and with what it told before. An answer
+        that waits for somebody to take it could be overtaken by newer ones."""
+        loop = asyncio.get_running_loop()
+        return lambda engine: _post(loop, self._heard, engine)
 
     def _heard(self, load: EngineLoad, counters: EngineCounters, cache: CacheChanges | None) -> None:
         self._load = load
@@ -298,8 +305,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 logger.info("kernels, memory and transfers", extra=MessageToDict(insides, preserving_proto_field_name=True))
 
 
-def _state(engine: Engine) -> State:
-    return engine.load(), engine.counters(), engine.cache_changes()
+def _post(loop: asyncio.AbstractEventLoop, heard: Callable[[EngineLoad, EngineCounters, CacheChanges | None], None],
+          engine: Engine) -> None:
+    loop.call_soon_threadsafe(heard, engine.load(), engine.counters(), engine.cache_changes())
 
 
 def _inspect(engine: Engine) -> pb.InspectReply:

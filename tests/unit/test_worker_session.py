@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -373,9 +373,8 @@ async def test_an_engine_that_hangs_is_a_dead_one(monkeypatch: pytest.MonkeyPatc
     answers = asyncio.Event()
     answers.set()
 
-    async def call(fn: object) -> tuple[EngineLoad, EngineCounters, None]:
+    async def call(fn: object) -> None:
         await answers.wait()
-        return load, EngineCounters(), None
 
     replica = cast(Replica, SimpleNamespace(capacity=load, call=call))
     service = WorkerService(Identity(replica_id="x", epoch=1, role=Role.PREFILL), replica, rig.role)
@@ -385,3 +384,28 @@ async def test_an_engine_that_hangs_is_a_dead_one(monkeypatch: pytest.MonkeyPatc
     answers.clear()
     await asyncio.wait_for(service.dead.wait(), 5)
     pulse.cancel()
+
+
+async def test_what_the_engine_tells_is_heard_in_its_order(monkeypatch: pytest.MonkeyPatch, rig: Rig) -> None:
+    """A look that is answered while nobody waits for it is not taken for news later on."""
+    monkeypatch.setattr(service_module, "LOAD_SECONDS", 0.01)
+    load = EngineLoad(waiting=0, running=0, parked=0, free_blocks=1, total_blocks=1, free_state_slots=0, total_state_slots=0)
+    slow, steps = asyncio.Event(), iter(range(1, 99))
+    engine = SimpleNamespace(load=lambda: load, counters=lambda: EngineCounters(steps=next(steps)), cache_changes=lambda: None,
+                             check_integrity=lambda: None)
+
+    async def call(fn: Callable[[Any], None]) -> None:
+        fn(engine)
+        await slow.wait()
+
+    service = WorkerService(Identity(replica_id="x", epoch=1, role=Role.PREFILL),
+                            cast(Replica, SimpleNamespace(capacity=load, call=call)), rig.role)
+    heard: list[int] = []
+    monkeypatch.setattr(service, "_heard", lambda load, counters, cache: heard.append(counters.steps))
+    await service._look()
+    proving = asyncio.create_task(service._prove())
+    await asyncio.sleep(0)
+    slow.set()
+    await proving
+    await service._look()
+    assert heard == [1, 2]
