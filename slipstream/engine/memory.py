@@ -216,7 +216,7 @@ class Memory:
                 self.cache.drop(slot)
                 continue
             key, output = sequence.keys[length // self.blocks.block_size - 1], length > sequence.prompt_tokens
-            self.cache.keep(key, slot, passing=not output and length not in sequence.snapshot_at)
+            self.cache.keep(key, slot, passing=not output and length not in sequence.snapshot_at, output=output)
             if output:
                 sequence.snapshot = key
 

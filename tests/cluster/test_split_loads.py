@@ -141,3 +141,26 @@ async def test_a_load_that_goes_wrong_leaves_nothing_on_either_side(tmp_path: Pa
         assert (await borrower.failed(5)).code == pb.ERROR_CODE_UNAVAILABLE
         await workers.prefill.until_empty()
     cluster.close()
+
+
+@pytest.mark.long
+async def test_ranks_that_are_cut_differently_load_a_turn(tmp_path: Path) -> None:
+    """Decode TP2, prefill PP2: every rank lends and takes its part, states too; tokens are those of the turn computed whole."""
+    cluster = Cluster(tmp_path)
+    prefill, decode = cluster.start_gang("prefill", 1, 2)[0], cluster.start_gang("decode", 2, 1)[0]
+    async with pair(prefill.address, decode.address) as workers:
+        tokens = [(7 * number) % 900 for number in range(40)]
+        answer = await workers.ask(Prompt(tokens=tokens, max_tokens=60, ignore_eos=True))
+        turn = [*tokens, *answer.tokens, 3, 4, 5]
+        right = await workers.ask(Prompt(tokens=turn, max_tokens=24, ignore_eos=True, fresh=True))
+        for leg in await load(workers, turn, salt="of another tenant"):
+            await leg.failed(5)
+        lender, borrower = await load(workers, turn)
+        assert (await borrower.finished()).stats.cached_tokens == 64
+        await lender.finished()
+        await workers.until_empty()
+        found = await workers.ask(Prompt(tokens=turn, max_tokens=24, ignore_eos=True))
+        assert found.prefill.cached_tokens == 96
+        assert found.tokens == right.tokens
+        await workers.until_empty()
+    assert set(cluster.close().values()) == {0}

@@ -277,7 +277,8 @@ def test_stop_strings_over_any_cut(text: str, stops: list[str], data: st.DataObj
 def loads(held: tuple[int, int] = (40, 40), had: tuple[int, int] = (10, 10), *, prefill: dict[str, Any] | None = None,
           decode: dict[str, Any] | None = None, doubts: dict[str, int] | None = None, **routing: Any) -> tuple[str, int] | None:
     """What a prompt of 1,000 tokens has loaded, in blocks of 16, that prefill has `had` of and decode `held`."""
-    common: dict[str, Any] = {"block_size": 16, "kv_bytes_per_token": 1000, "channels": frozenset({"grpc"}), "tokens_per_second": 10_000.0}
+    common: dict[str, Any] = {"block_size": 16, "kv_bytes_per_token": 1000, "channels": frozenset({"grpc"}),
+                              "tokens_per_second": 10_000.0}
     one = replica("p", P, **common | (prefill or {}))
     replicas = [one, replica("d", D, **common | (decode or {})), replica("e", D, **common)]
     asked = Question(tokens=1000, hits={"p": had, "d": (0, 0)}, doubts=doubts or {})
