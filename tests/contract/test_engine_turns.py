@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.engine.engine import Engine
+from slipstream.engine.caches import states_of
+from slipstream.engine.engine import Engine, GenerationRequest
 from slipstream.engine.ledger import OwnerKind
 from slipstream.errors import InternalError, InvalidRequestError, ProtocolError
 from slipstream.types import RequestId
@@ -175,19 +177,30 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return mtp.add_easy(tiny.write("qwen3_5_text", tmp_path_factory.mktemp("easy"), seed=1))
 
 
+def snapshot(engine: Engine, asked: GenerationRequest) -> list[torch.Tensor]:
+    """All states that are lent."""
+    lent = engine.lend(asked)
+    assert lent is not None
+    found = [state[lent.state_slot].clone() for cache in engine.caches for state in states_of(cache).values()]
+    engine.abort(asked.id)
+    return found
+
+
+@pytest.mark.parametrize("length", [20, 21, 22, 23])
 @pytest.mark.parametrize("right", ["none", "all", "mixed"])
-def test_drafts_leave_the_same_snapshots(folder: Path, right: str) -> None:
-    """Whatever drafts are right: the next turn goes on from the state after exactly the last whole block."""
-    turns: list[list[int]] = []
+def test_drafts_leave_the_same_snapshots(folder: Path, right: str, length: int) -> None:
+    """Wherever in a step the end of a block lies, and whatever drafts are right."""
+    turns, states = list[list[int]](), list[list[torch.Tensor]]()
     for drafts in (0, 3):
         prefill, _ = drafting_engine(folder, 0)
         decode, model = drafting_engine(folder, drafts)
-        of, tokens = Pair(prefill, decode), [random.Random(4).randrange(490) for _ in range(21)]
+        of, tokens = Pair(prefill, decode), [random.Random(4).randrange(490) for _ in range(length)]
         if drafts:
             model.right, model.texts = RIGHT[right], [tokens + turns[0]]
         of.submit(request("first", tokens, 45, ignore_eos=True), ())
         of.run()
         turn = tokens + of.tokens["first", 0] + [5, 6, 7]
+        states.append(snapshot(decode, request("state", turn, 9)))
         assert load(decode, prefill, request("second", turn, 9)) == 64
         before = prefill.counters().cached_tokens
         of.submit(request("second", turn, 9, ignore_eos=True), ())
@@ -197,3 +210,5 @@ def test_drafts_leave_the_same_snapshots(folder: Path, right: str) -> None:
         for engine in of.engines():
             assert_empty(engine)
     assert turns[0] == turns[1]
+    for ours, theirs in zip(*states, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
