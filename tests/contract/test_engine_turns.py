@@ -69,7 +69,7 @@ def test_the_next_turn_computes_only_what_is_new(hybrid: bool) -> None:
     assert of.prefill._runner._model.encoded == 1, "pictures of loaded blocks are not encoded again"  # type: ignore[attr-defined]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 10**6), hybrid=st.booleans(), blocks=st.sampled_from([60, 90, 400]),
        snapshots=st.sampled_from([1, 2, 6]), growth=st.sampled_from([1, 8, 256]))
 def test_random_conversations_get_the_same_tokens_with_loads(seed: int, hybrid: bool, blocks: int, snapshots: int,
