@@ -55,7 +55,7 @@ class Prompt:
         self._states: set[int] = set()  # layers
 
     def place(self, where: Landing, cached_tokens: int) -> None:
-        """It lies here, and its KV rows [0, cached_tokens) are final."""
+        """It lies here, and its KV rows [0, cached_tokens) are final; of one that is cached whole the states are, too."""
         self.where, self._cached, self._rows = where, cached_tokens, {}
 
     def layer_done(self, layer: int, num_tokens: int, last_chunk: bool) -> None:
@@ -68,7 +68,7 @@ class Prompt:
         """Units of a tensor, or of a stream's part of it, that will not change any more."""
         if spec.kind is Kind.KV:
             return self._rows.get(spec.layer, self._cached)
-        return spec.unit_bytes if spec.layer in self._states else 0
+        return spec.unit_bytes if spec.layer in self._states or self._cached == self.num_tokens else 0
 
     def raise_if_failed(self) -> None:
         """Raise why it was given up, if it was."""

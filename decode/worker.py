@@ -22,6 +22,7 @@ from slipstream.types import TokenEvent
 from worker.gang import GangLoaded, GangLoader
 from worker.jobs import Job, PromptDone
 from worker.replica import Replica
+from worker.turns import CacheLender
 
 logger = logging.getLogger(__name__)
 
@@ -29,14 +30,18 @@ logger = logging.getLogger(__name__)
 class DecodeWorker:
     """Implements `worker.jobs.RoleWorker`."""
 
-    def __init__(self, replica: Replica, loader: CacheLoader | GangLoader) -> None:
+    def __init__(self, replica: Replica, loader: CacheLoader | GangLoader, lender: CacheLender) -> None:
+        """`lender`: of what is cached here."""
         self._replica = replica
+        self._lender = lender
         self._loader = loader
         self._admission = Admission()  # the engine thread's
         self._closing: set[asyncio.Task[None]] = set()  # Done on its way to a source
 
     async def work(self, job: Job) -> None:
         """Until the last token."""
+        if job.submit.cached:
+            return await self._lender.work(job)
         matcher = await self._replica.matcher(job.request)
         if job.submit.local:
             await self._replica.call(lambda engine: self._begin(engine, job, matcher))
@@ -126,6 +131,9 @@ class DecodeWorker:
 
     async def clean_up(self, job: Job, error: SlipstreamError | None) -> None:
         """Return what the engine still holds for the job."""
+        if job.submit.cached:
+            return await self._lender.clean_up(job, error)
+
         def end(engine: Engine) -> None:
             engine.abort(job.request.id)
             self._admission.ended(job.submit.transfer_id, time.monotonic())

@@ -39,6 +39,8 @@ def _line(event: Mapping[str, Any]) -> str:
         where = f"{event['decode']} alone ({event['local']})"
     else:
         where = f"{event['prefill']} -> {event['decode']}"
+    if event.get("load_from"):
+        where += f" after a load of {event['load_tokens']} tokens from {event['load_from']}"
     return (f"{event['policy']}: {where}; {event['computed_tokens']} tokens to compute, transfer "
             f"{event['transfer_seconds']:.4f} s; {event['reason']}")
 

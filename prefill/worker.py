@@ -23,6 +23,7 @@ from slipstream.types import RequestId, TokenEvent
 from worker.gang import GangStore, GangTransfer
 from worker.jobs import FirstTokens, Job, PromptDone
 from worker.replica import Replica
+from worker.turns import CacheBorrower
 
 logger = logging.getLogger(__name__)
 
@@ -45,14 +46,18 @@ class _Held:
 class PrefillWorker:
     """Implements `worker.jobs.RoleWorker`."""
 
-    def __init__(self, replica: Replica, store: CacheStore | GangStore, images: ImageStore) -> None:
+    def __init__(self, replica: Replica, store: CacheStore | GangStore, images: ImageStore, borrower: CacheBorrower) -> None:
+        """`borrower`: of what is cached elsewhere."""
         self._replica = replica
+        self._borrower = borrower
         self._store = store
         self._images = images
         self._held: dict[RequestId, _Held] = {}
 
     async def work(self, job: Job) -> None:
         """Until the destination has committed, or the transfer failed."""
+        if job.submit.cached:
+            return await self._borrower.work(job)
         held = self._held[job.request.id] = _Held()
         listener = _Listener(self._replica, job, held.over)
         transfer = held.transfer = self._store.expect(job.submit.transfer_id, job.request.id, _length(job), listener)
@@ -73,6 +78,8 @@ class PrefillWorker:
 
     async def clean_up(self, job: Job, error: SlipstreamError | None) -> None:
         """End the transfer, then return the memory."""
+        if job.submit.cached:
+            return await self._borrower.clean_up(job, error)
         held = self._held.pop(job.request.id, None)
         if held is None:
             return

@@ -50,6 +50,8 @@ def _told(decision: Decision) -> dict[str, Any]:
     return {"policy": decision.policy, "prefill": decision.prefill.name if decision.prefill else None,
             "decode": decision.decode.name, "local": decision.local, "reason": decision.reason,
             "computed_tokens": decision.computed_tokens, "transfer_seconds": decision.transfer_seconds,
+            "load_from": decision.load.source.name if decision.load else None,
+            "load_tokens": decision.load.tokens if decision.load else 0,
             "candidates": [_score(score) | {"chosen": any(score[0] is one for one in chosen)} for score in decision.scores]}
 
 

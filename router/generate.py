@@ -29,10 +29,11 @@ from router.dispatch import Dispatch
 from router.doubts import Doubts
 from router.legs import Ears, first_of
 from router.link import WorkerLink
-from router.policies import another_decode
+from router.policies import Load, another_decode
 from router.policy import Replica
-from router.request import GenerateRequest
+from router.request import RUN_MARK, Bounds, GenerateRequest, Output, Times
 from router.routing import Routing
+from router.turns import FAILED, LATE, CacheLoad
 from router.workers import Workers
 from slipstream.errors import (
     CancelledError,
@@ -45,6 +46,7 @@ from slipstream.errors import (
 )
 from slipstream.observability.metrics import RouterMetrics
 from slipstream.types import PromptLogprobs, Role
+from slipstream.v1 import worker_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -53,36 +55,6 @@ TOKEN_BYTES = 4
 LOGPROB_BYTES = 8
 LOOK_SECONDS = 1.0
 """How often a request that waits for replicas looks again, if it hears nothing of them."""
-RUN_MARK = "~"
-"""Between a request's id and the number of a run after its first, in the id that workers know; no client's id holds it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Output:
-    """What has come since the reader last looked."""
-
-    news: tuple[Tokens | ChoiceEnd, ...] = ()
-    end: End | None = None
-
-
-@dataclass(kw_only=True)
-class Times:
-    """time.monotonic() of a request's milestones."""
-
-    arrived: float
-    first_token: float | None = None
-    last_token: dict[int, float] = field(default_factory=dict)
-    """By choice."""
-    ended: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bounds:
-    """What a request may use up."""
-
-    unread_bytes: int
-    max_resumes: int
-    resume_wait_seconds: float
 
 
 @dataclass(eq=False, kw_only=True)
@@ -94,6 +66,8 @@ class _Run:
     handle: int
     tokens: int
     """Of the prompt, those that are probably not cached where it is computed."""
+    load: Load | None = None
+    """Goes before."""
     secret: str = field(default_factory=lambda: secrets.token_hex(16))
     """Of its transfer's id, which opens the prompt's KV: the request's own id is in the client's hands."""
     busy: set[str] = field(default_factory=set)
@@ -134,8 +108,10 @@ class Generation:
         self._place(0)
         self._later(max(0.0, self.request.deadline - time.monotonic()),
                     lambda: self.give_up(DeadlineError("the request's deadline passed")))
-        self.act(self.dispatch.start(local=self._is_local(0)))
-        self._bring_pictures(0)
+        if self._runs[0].load is None:
+            self._begin(0)
+        else:
+            self._spawn(self._load_and_begin(0))
 
     async def next(self) -> Output:
         """Wait for news and take them."""
@@ -184,7 +160,7 @@ class Generation:
     def _wants_scores(self, run: int, role: Role) -> bool:
         """True if the logprobs of the prompt are to come from this leg, which computes it."""
         wanted = self.request.prompt_logprobs is not None and self.prompt_logprobs is None
-        return wanted and (role is Role.PREFILL or self._is_local(run))
+        return wanted and (role is Role.PREFILL or Role.PREFILL not in self._runs[run].pair)
 
     def leg_computed(self, run: int, role: Role, attempt: int, stats: LegStats) -> None:
         """A worker says what a leg did; its end comes later."""
@@ -275,10 +251,8 @@ class Generation:
         decision = self._routing.place(self._wanted, self._workers.views(), turn=handle, doubts=doubts,
                                        output=self.dispatch.output(run), whole=self._wants_scores(run, Role.PREFILL))
         pair = {Role.DECODE: decision.decode} | ({Role.PREFILL: decision.prefill} if decision.prefill is not None else {})
-        self._runs[run] = _Run(pair=pair, handle=handle, tokens=decision.computed_tokens)
-
-    def _is_local(self, run: int) -> bool:
-        return Role.PREFILL not in self._runs[run].pair
+        self._runs[run] = _Run(pair=pair, handle=handle, tokens=decision.computed_tokens,
+                               load=decision.load)
 
     async def _resume(self, action: Resume) -> None:
         """Begin a new run as soon as there are replicas for it; none for too long ends the request."""
@@ -295,13 +269,49 @@ class Generation:
             await self._workers.change(LOOK_SECONDS)
         else:
             return
-        self.act(self.dispatch.begin(action.run, local=self._is_local(action.run)))
-        self._bring_pictures(action.run)
+        await self._load_and_begin(action.run)
+
+    async def _load_and_begin(self, number: int) -> None:
+        """What prefill lacks and decode has goes first, if that was decided."""
+        run = self._runs[number]
+        if run.load is not None:
+            run.tokens -= await self._load(self.request.asked(self._name(number), self.dispatch.output(number)), run, run.load)
+        self._begin(number)
+
+    async def _load(self, prompt: worker_pb2.Submit, run: _Run, load: Load) -> int:
+        """How many tokens it brought."""
+        seconds = min(self._routing.load_seconds, self.request.deadline - time.monotonic())
+        target, began = run.pair[Role.PREFILL], time.monotonic()
+        try:
+            loading = CacheLoad(prompt, self._next_handle(), self._workers.link(load.source.id), self._workers.link(target.id),
+                                seconds)
+        except UnavailableError:
+            return 0  # one has just left
+        try:
+            await loading.run()
+        finally:
+            told = loading.outcome
+            self._metrics.cache_loads.labels(told.outcome).inc()
+            self._metrics.loaded_tokens.inc(told.stats.cached_tokens)
+            self._note("load", outcome=told.outcome, message=told.message, load_from=load.source.name,
+                       tokens=told.stats.cached_tokens, kv_bytes=told.stats.kv_bytes, state_bytes=told.stats.state_bytes,
+                       took_seconds=time.monotonic() - began)
+        if told.outcome in (FAILED, LATE):
+            self._routing.load_failed(load.source.id, target.id)
+        return told.stats.cached_tokens
+
+    def _begin(self, number: int) -> None:
+        local = Role.PREFILL not in self._runs[number].pair
+        self.act(self.dispatch.begin(number, local=local) if number else self.dispatch.start(local=local))
+        self._bring_pictures(number)
+
+    def _name(self, number: int) -> str:
+        """Of a run, as workers know it."""
+        return f"{self.request.id}{RUN_MARK}{number}" if number else self.request.id
 
     def _submit(self, action: Submit) -> None:
-        run, id = self._runs[action.run], self.request.id
-        name = id if action.run == 0 else f"{id}{RUN_MARK}{action.run}"
-        message = self.request.message(action, handle=run.handle, name=name, secret=run.secret,
+        run = self._runs[action.run]
+        message = self.request.message(action, handle=run.handle, name=self._name(action.run), secret=run.secret,
                                        scores=self._wants_scores(action.run, action.role))
         asked = action.role
         try:

@@ -7,7 +7,7 @@ alone, which then computes the prompt too. docs/routing.md explains the policies
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from router.policy import Replica, missing, refusal
@@ -54,6 +54,16 @@ SCORE = "replica", "cached_tokens", "load", "cost_seconds", "queue_seconds", "co
 
 
 @dataclass(kw_only=True, slots=True)
+class Load:
+    """What prefill loads into its cache before it computes."""
+
+    source: Replica
+    """A decode replica that has it."""
+    tokens: int
+    """Beyond what prefill has."""
+
+
+@dataclass(kw_only=True, slots=True)
 class Decision:
     """Who serves a run. Not frozen, which would make it three times as slow to make."""
 
@@ -68,6 +78,8 @@ class Decision:
     """Why decode computes the prompt: `short`, `cached` or `empty_pool`."""
     transfer_seconds: float = 0.0
     scores: Sequence[Score] = ()
+    load: Load | None = None
+    """`computed_tokens` are without it."""
 
 
 Policy = Callable[[Question, Sequence[Replica], Sequence[Replica], RoutingConfig], Decision]
@@ -106,6 +118,29 @@ def another_decode(replicas: Sequence[Replica], prefill: Replica | None, *, not_
         raise UnavailableError("no decode replica is left that could continue the request", retry_after_seconds=1.0)
     others = [replica for replica in fitting if replica.id not in not_now]
     return _least(others or fitting, turn)
+
+
+def load(decision: Decision, question: Question, replicas: Sequence[Replica], held: Mapping[str, tuple[int, int]],
+         config: RoutingConfig) -> Load | None:
+    """What the chosen prefill replica should load, of the decode replica that has most: enough of it, and quicker to move than
+    to compute, by the weight of `auto`. `held`: as `hits` of the question, which say what prefill has."""
+    prefill, found = decision.prefill, list[Load]()
+    if prefill is None or not config.load_tokens:
+        return None
+    known = _cached(prefill, question, computes=True)
+    for one in replicas:
+        if one.role is Role.DECODE and not one.draining and one.id not in question.doubts and prefill.fits(one):
+            more = _cached(one, replace(question, hits=held), computes=True) - known
+            if more >= config.load_tokens:
+                found.append(Load(source=one, tokens=more))
+    if not found:
+        return None
+    best = max(found, key=lambda one: (one.tokens, -one.source.load))
+    near = bool(prefill.host) and prefill.host == best.source.host
+    moved = (prefill.kv_bytes_per_token * best.tokens + prefill.state_bytes) / _bytes_per_second(
+        prefill.channels, best.source.channels, near)
+    saved = best.tokens / (prefill.tokens_per_second or TOKENS_PER_SECOND) * config.compute_weight
+    return best if 2 * HANDOFF_SECONDS + moved < saved else None
 
 
 # Policies ----------------------------------------------------------------------------------------------------------------

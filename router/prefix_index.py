@@ -130,10 +130,10 @@ class PrefixIndex:
 
     # What is routed -----------------------------------------------------------------------------------------------------
 
-    def match(self, keys: Sequence[int], computable: int) -> Mapping[str, tuple[int, int]]:
+    def match(self, keys: Sequence[int], computable: int, *, predicted: bool = True) -> Mapping[str, tuple[int, int]]:
         """By worker, of those that hold any: how many of the first of `keys` it holds, and at how many of them, up to
-        `computable`, its last snapshot is."""
-        masks, guessed = self._masks.get, self._guessed
+        `computable`, its last snapshot is. `predicted` False: only what workers told counts."""
+        masks, guessed = self._masks.get, self._guessed if predicted else {}
         alive, depth = self._live, 0
         found: dict[str, tuple[int, int]] = {}
         states: dict[int, int] = {}  # snapshot bits to depth

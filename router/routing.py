@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from router.explain import Trace, Traces
-from router.policies import Decision, Question, choose
+from router.policies import Decision, Load, Question, choose, load
 from router.policy import Replica, missing
 from router.prefix_index import BYTES_A_KEY, PrefixIndex
 from router.prompt import Prompt
@@ -19,6 +19,8 @@ from slipstream.observability.metrics import RouterMetrics
 
 INDEXED = ("prefix", "auto")
 """Policies that want to know what caches hold."""
+LOAD_PAUSE_SECONDS = 30.0
+"""After a load that failed or was late, between its two replicas."""
 
 
 @dataclass(kw_only=True)
@@ -49,6 +51,12 @@ class Routing:
         if self.index is not None:
             metrics.prefix_keys.set_function(self.index.__len__)
         self.traces = Traces(self._config.decisions)
+        self._failed_loads: dict[tuple[str, str], float] = {}  # until when, by source and target
+
+    @property
+    def load_seconds(self) -> float:
+        """Longest wait for what a prefill replica loads."""
+        return self._config.load_seconds
 
     def missing(self, replicas: Sequence[Replica]) -> str:
         """Why no request could be served, or empty."""
@@ -77,12 +85,30 @@ class Routing:
                             hits=hits, doubts=doubts or {})
         decision = choose(replicas, question, self._policy, self._config, local=self._local)
         now = time.monotonic()
+        decision.load = self._load(decision, question, replicas, wanted.keys, now)
         wanted.trace.decided(now, decision)
         if decision.local:
             self._metrics.local_prefills.labels(decision.local).inc()
         self.goes_to(wanted, decision.prefill, now)
         self.goes_to(wanted, decision.decode, now)
         return decision
+
+    def _load(self, decision: Decision, question: Question, replicas: Sequence[Replica], keys: Sequence[int], now: float
+              ) -> Load | None:
+        """What is loaded has to be there: where prompts were sent counts for the choice of replicas, and not for this."""
+        if self.index is None or decision.prefill is None:
+            return None
+        able = [one for one in replicas if self._failed_loads.get((one.id, decision.prefill.id), 0.0) <= now]
+        if load(decision, question, able, question.hits, self._config) is None:
+            return None
+        told = self.index.match(keys, (question.tokens - 1) // (decision.prefill.block_size or 1), predicted=False)
+        return load(decision, question, able, told, self._config)
+
+    def load_failed(self, source: str, target: str) -> None:
+        """Nothing is loaded from `source` to `target` for a while: the next one could fail as slowly."""
+        now = time.monotonic()
+        self._failed_loads = {pair: until for pair, until in self._failed_loads.items() if until > now}
+        self._failed_loads[source, target] = now + LOAD_PAUSE_SECONDS
 
     def goes_to(self, wanted: Wanted, replica: Replica | None, now: float) -> None:
         """A replica will soon hold the prompt."""

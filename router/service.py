@@ -24,13 +24,13 @@ from router.admission import ANYBODY, Client, Turn
 from router.answer import Answer
 from router.breaker import Breakers
 from router.fetch import Fetcher
-from router.generate import Bounds, Generation, Times
+from router.generate import Generation
 from router.inspect import describe, inspect
 from router.limits import Limits
 from router.openai import ChatRequest, CompletionRequest, Options
 from router.prompt import PictureBytes, Prompt, PromptBuilder, Share, media_of
 from router.record import record
-from router.request import GenerateRequest
+from router.request import Bounds, GenerateRequest, Times
 from router.routing import Routing
 from router.schemas import Schemas
 from router.stream import TextStream

@@ -63,8 +63,9 @@ class EngineConfig:
     prefix_cache: bool = True
     """Keep what was computed, and find it again for prompts that begin alike."""
     state_snapshots: int = 64
-    """Recurrent states that a prefill replica of a hybrid model keeps for the prefix cache; each needs as much memory as a
-    running sequence's. 0: prompts of hybrid models are always computed from their start."""
+    """Recurrent states that a prefill replica of a hybrid model keeps for the prefix cache, and a decode replica where
+    `router.routing.load_tokens` or `local_prefill_tokens` is above 0; each needs as much memory as a running sequence's. 0:
+    prompts of hybrid models are always computed from their start."""
     threads: int = 1
     """Torch threads of a CPU rank."""
 

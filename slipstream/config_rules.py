@@ -30,8 +30,8 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
      "router.breaker_failures router.fetch.max_redirects " + AT_LEAST_0),
     ("above 0", lambda value: value > 0,
      "transfer.stall_seconds transfer.lease_seconds transfer.connect_seconds ray.unresponsive_seconds "
-     "router.routing.dns_seconds router.fetch.seconds router.fetch.total_seconds router.schema_seconds "
-     "router.max_waiting_seconds router.breaker_seconds"),
+     "router.routing.dns_seconds router.routing.load_seconds router.fetch.seconds router.fetch.total_seconds "
+     "router.schema_seconds router.max_waiting_seconds router.breaker_seconds"),
     ("in (0, 1]", lambda value: 0 < value <= 1, "transfer.parked_fraction"),
     ("a share, 0 to 1", lambda value: 0 <= value <= 1,
      "transfer.faults.drop transfer.faults.duplicate transfer.faults.corrupt transfer.faults.cut"),

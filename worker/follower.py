@@ -174,12 +174,13 @@ class FollowingReplica:
         layout = cache_layout(config, checkpoint, config.model.name, build.dtype_name(config.model, checkpoint, device))
         self._link, comm = ranks.follow(place, fingerprint(role, layout, config), device)
         self._executor, caches = build.build_rank(checkpoint, config.model, config.engine, comm,
-                                                  state_snapshots=snapshots(role), draft_tokens=draft_tokens(role, config))
+                                                  state_snapshots=snapshots(role, config),
+                                                  draft_tokens=draft_tokens(role, config))
         self._memory = CacheMemory(layout, cache_tensors(checkpoint, caches, place.shard), place.shard)
 
     def channel_ends(self, *, replica_id: str, epoch: int, host: str, security: Security) -> tuple[CacheStore, CacheLoader]:
         """Its source and destination side of the cache-store channel; made on the event loop. Raises ConfigError."""
-        return channel_ends(self._role, self._memory, self._config.transfer, replica_id=replica_id, epoch=epoch, host=host,
+        return channel_ends(self._role, self._memory, self._config, replica_id=replica_id, epoch=epoch, host=host,
                             security=security)
 
     async def follow(self, store: CacheStore, loader: CacheLoader, address: str) -> None:

@@ -104,6 +104,10 @@ class GangStore:
         self._local = local
         self._log = log
 
+    def refuse(self, transfer_id: str, error: SlipstreamError) -> None:
+        """See CacheStore: rank 0 of a destination asks rank 0 first."""
+        self._local.refuse(transfer_id, error)
+
     def expect(self, transfer_id: str, request: RequestId, num_tokens: int, listener: TransferListener) -> GangTransfer:
         """See CacheStore."""
         transfer = GangTransfer(self._log, transfer_id, listener)

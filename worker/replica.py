@@ -18,7 +18,7 @@ from cache_transfer.memory import CacheMemory
 from cache_transfer.paths import open_paths
 from cache_transfer.store import CacheStore
 from slipstream.checkpoint import Checkpoint
-from slipstream.config import Config, TransferConfig
+from slipstream.config import Config
 from slipstream.engine import build
 from slipstream.engine.caches import states_of
 from slipstream.engine.engine import Engine, StepResult
@@ -74,7 +74,7 @@ class Replica:
         if place is not None:
             self.gang, comm = ranks.lead(place, fingerprint(role, self.layout, config), self.device)
         self._engine: Engine = build.build(self.checkpoint, config.model, config.engine, parked_fraction=parked, comm=comm,
-                                           log=self.gang, state_snapshots=snapshots(role),
+                                           log=self.gang, state_snapshots=snapshots(role, config),
                                            draft_tokens=draft_tokens(role, config))
         self.max_context = self._engine.max_context
         self.capacity: EngineLoad = self._engine.load()
@@ -97,7 +97,7 @@ class Replica:
 
     def channel_ends(self, *, replica_id: str, epoch: int, host: str, security: Security) -> tuple[CacheStore, CacheLoader]:
         """Rank 0's source and destination side of the cache-store channel; made on the event loop. Raises ConfigError."""
-        return channel_ends(self._role, self._memory, self.config.transfer, replica_id=replica_id, epoch=epoch, host=host,
+        return channel_ends(self._role, self._memory, self.config, replica_id=replica_id, epoch=epoch, host=host,
                             security=security)
 
     def start(self, on_step: Callable[[StepNews], None], on_death: Callable[[BaseException], None]) -> None:
@@ -170,18 +170,20 @@ def cache_tensors(checkpoint: Checkpoint, caches: Sequence[LayerCache], shard: S
     return tensors
 
 
-def channel_ends(role: Role, memory: CacheMemory, config: TransferConfig, *, replica_id: str, epoch: int, host: str,
+def channel_ends(role: Role, memory: CacheMemory, config: Config, *, replica_id: str, epoch: int, host: str,
                  security: Security) -> tuple[CacheStore, CacheLoader]:
     """A rank's source and destination side."""
-    rank = memory.shard.rank
-    paths = open_paths(config, memory.extent, process=f"{replica_id}.{rank}", host=host, lands=role is not Role.PREFILL)
-    return (CacheStore(memory, paths, replica_id=replica_id, epoch=epoch, rank=rank, config=config),
-            CacheLoader(memory, paths, replica_id=replica_id, epoch=epoch, rank=rank, config=config, security=security))
+    rank, transfer = memory.shard.rank, config.transfer
+    paths = open_paths(transfer, memory.extent, process=f"{replica_id}.{rank}", host=host,
+                       lands=role is Role.DECODE or config.router.routing.load_tokens > 0)
+    return (CacheStore(memory, paths, replica_id=replica_id, epoch=epoch, rank=rank, config=transfer),
+            CacheLoader(memory, paths, replica_id=replica_id, epoch=epoch, rank=rank, config=transfer, security=security))
 
 
 def fingerprint(role: Role, layout: CacheLayout, config: Config) -> str:
     """What all ranks of a replica must have in common."""
-    return f"{slipstream.__version__} {role.value} {layout.hash} {config.engine} {config.speculative}"
+    return (f"{slipstream.__version__} {role.value} {layout.hash} {config.engine} {config.speculative} "
+            f"{snapshots(role, config)}")
 
 
 def draft_tokens(role: Role, config: Config) -> int:
@@ -189,6 +191,8 @@ def draft_tokens(role: Role, config: Config) -> int:
     return 0 if role is Role.PREFILL else config.speculative.tokens
 
 
-def snapshots(role: Role) -> int | None:
-    """State snapshots that the prefix cache keeps: decode gets every state sent. None: as configured."""
-    return None if role is Role.PREFILL else 0
+def snapshots(role: Role, config: Config) -> int | None:
+    """State snapshots that the prefix cache keeps; None: as configured. Decode gets every state sent: it needs them only where
+    prefill loads the next turn from it, or where it computes prompts itself."""
+    wanted = config.router.routing
+    return None if role is Role.PREFILL or wanted.load_tokens or wanted.local_prefill_tokens else 0

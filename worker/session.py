@@ -185,8 +185,9 @@ def make_job(submit: pb.Submit, role: Role, outbox: Session) -> Job:
     if submit.local and (role is not Role.DECODE or submit.prefill_addresses or submit.images):
         raise InvalidRequestError("a local Submit is for a decode replica, and has neither prefill_addresses nor images",
                                   field="local")
-    if role is Role.DECODE and not submit.prefill_addresses and not submit.local:
-        raise InvalidRequestError("a Submit to a decode replica needs prefill_addresses", field="prefill_addresses")
+    takes = submit.cached if role is Role.PREFILL else not (submit.cached or submit.local)
+    if takes and not submit.prefill_addresses:
+        raise InvalidRequestError(f"such a Submit to a {role.value} replica needs prefill_addresses", field="prefill_addresses")
     images = [convert.image_from_pb(image) for image in submit.images]
     request = GenerationRequest(
         id=RequestId(name=submit.request_id, attempt=submit.attempt), tokens=tuple(submit.tokens),

@@ -158,6 +158,6 @@ def _scored(chunk: Chunk, row: int, tokens: NDArray[np.int64]) -> Array:
 
 
 def _copies(chunk: Chunk) -> Iterator[tuple[int, int]]:
-    """A snapshot at the very end of a chunk is a copy of the sequence's own slot."""
-    if chunk.sequence.state_slot is not None:
-        yield from ((chunk.sequence.state_slot, slot) for length, slot in chunk.snapshots if length == chunk.end)
+    """A snapshot at the very end of an entry that writes a slot of the sequence is a copy of that slot."""
+    written = {end: slot for _, end, _, slot in _entries(chunk)} if chunk.snapshots else {}
+    yield from ((written[length], slot) for length, slot in chunk.snapshots if written[length] != slot)

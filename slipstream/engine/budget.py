@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slipstream.engine.sequence import Sequence
 
@@ -82,6 +82,12 @@ class Budget:
         self.left -= count
         self._long -= count if is_long else 0
         return count
+
+    def spend_rest(self, chunks: list[Chunk]) -> None:
+        """The short prompts for which tokens were kept could not start: these go further."""
+        for number, chunk in enumerate(chunks):
+            if more := self.more(chunk):
+                chunks[number] = replace(chunk, count=chunk.count + more)
 
     def more(self, chunk: Chunk) -> int:
         """How many tokens a chunk gets of what nobody else wanted."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
+from operator import methodcaller
 
 import torch
 
@@ -22,10 +23,12 @@ from slipstream.engine.block_pool import BlockPool
 from slipstream.engine.executor import RankExecutor
 from slipstream.engine.gang import LeadingExecutor, Log
 from slipstream.engine.ledger import Owner
+from slipstream.engine.lending import borrowed, lent
 from slipstream.engine.memory import Memory
 from slipstream.engine.params import check_params
 from slipstream.engine.prefix_cache import CacheChanges, PrefixCache
 from slipstream.engine.prompt import Pixels, Prompt, Publisher, block_keys, prepare
+from slipstream.engine.results import Reservation, StepResult
 from slipstream.engine.runner import Run, Runner, RunResult, as_failure
 from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.sequence import GenerationRequest, Matcher, State, Timing
@@ -47,38 +50,6 @@ from slipstream.types import EngineCounters, EngineLoad, MropeState, RequestId, 
 _PREEMPTED = "this replica needed the memory of its youngest request; resume it from the tokens so far"
 
 __all__ = ["Engine", "GenerationRequest", "Publisher", "Reservation", "StepResult", "Timing"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reservation:
-    """Memory that waits for a prompt's bytes."""
-
-    blocks: tuple[int, ...]
-    """Block table of the prompt's rows; the blocks of its growth are owned too, and not named here."""
-    state_slot: int | None
-    have_tokens: int = 0
-    """Rows [0, have_tokens), whole blocks, are in the prefix cache already: nobody may write into them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """What one step did."""
-
-    events: tuple[TokenEvent, ...] = ()
-    failures: tuple[tuple[RequestId, SlipstreamError], ...] = ()
-    """Requests that ended by a fault; everything they owned has returned."""
-    timings: dict[RequestId, Timing] = field(default_factory=dict)
-    """Of every request whose last choice ended, or that was handed off, in this step."""
-    handed_off: frozenset[RequestId] = frozenset()
-    """Prompts whose first tokens were drawn in this step, and whose state is complete for `release`."""
-    tokens: int = 0
-    """That went through the model."""
-    seconds: float = 0.0
-
-    @property
-    def stalled(self) -> bool:
-        """True if nothing could run: another step is of no use until the engine is told something."""
-        return self.tokens == 0 and not self.failures
 
 
 class Engine:
@@ -212,6 +183,36 @@ class Engine:
         self._scheduler.commit(sequence, first_tokens, self._clock())
         self._prompts[id] = Prompt(mrope=mrope)
 
+    # Caches that travel -------------------------------------------------------------------------------------------------
+
+    def lend(self, request: GenerationRequest) -> Reservation | None:
+        """Hold what is cached here of a prompt, for a transfer to the cache of another replica, until `abort`: the first
+        `have_tokens`, and a copy of the states after them. None: nothing is, or others may need the memory that it takes."""
+        sequence = lent(request, self._checkpoint, self._memory.blocks.block_size)
+        self._check_unused(request.id)
+        if not self._scheduler.lend(sequence):
+            return None
+        return Reservation(blocks=sequence.blocks, state_slot=sequence.state_slot, have_tokens=sequence.cached)
+
+    def borrow(self, request: GenerationRequest, num_tokens: int) -> Reservation | None:
+        """Take memory for the first `num_tokens` of a prompt, which another replica has cached; None if there is none now.
+        Raises ProtocolError if these are no whole blocks of the prompt."""
+        sequence = borrowed(request, num_tokens, self._checkpoint, self._memory.blocks.block_size)
+        self._check_unused(request.id)
+        if not self._memory.cache.enabled or not self._scheduler.reserve(sequence):
+            return None
+        return Reservation(blocks=sequence.blocks, state_slot=sequence.state_slot, have_tokens=sequence.cached)
+
+    def keep(self, id: RequestId) -> int:
+        """The bytes that were borrowed are in: they go to the prefix cache. How many tokens of the prompt can be found there
+        now, and could not before. Raises InternalError for an id that has no reservation."""
+        sequence = self._known(id)
+        if sequence.state is not State.RESERVED:
+            raise InternalError(f"{id} is {sequence.state.value}, not reserved")
+        gained = self._memory.keep_all(sequence)
+        self._scheduler.end(sequence)
+        return gained
+
     # Both --------------------------------------------------------------------------------------------------------------
 
     def abort(self, id: RequestId) -> bool:
@@ -235,7 +236,7 @@ class Engine:
         failures: dict[RequestId, SlipstreamError] = {id: PreemptedError(_PREEMPTED) for id in plan.preempted}
         for sequence in plan.begun:
             cached = self._memory.cached_tokens(sequence) if sequence not in plan.admitted else sequence.cached
-            self._tell(sequence, failures, partial(_begin, cached))
+            self._tell(sequence, failures, methodcaller("begin", cached))
         for sequence in plan.admitted:
             self._count(prompt_tokens=sequence.prompt_tokens, cached_tokens=sequence.cached)
             self._tell(sequence, failures, partial(_allocated, sequence))
@@ -332,7 +333,7 @@ class Engine:
         """Raise InternalError unless every block and slot has exactly one owner and nothing is kept of ended requests."""
         self._scheduler.check_integrity()
         with_prompt = {sequence.id for sequence in self._scheduler.sequences()
-                       if sequence.state is not State.RESERVED and not sequence.doomed}
+                       if sequence.state not in (State.RESERVED, State.LENT) and not sequence.doomed}
         if self._prompts.keys() != with_prompt:
             raise InternalError(f"prompts are kept for the wrong requests: {self._prompts.keys() ^ with_prompt}")
 
@@ -340,8 +341,7 @@ class Engine:
 
     def _sequence(self, request: GenerationRequest, *, split: bool) -> EngineSequence:
         """A new sequence for a request that could run."""
-        if self._scheduler.of(request.id):
-            raise InvalidRequestError(f"request id {request.id} is in use; every request needs its own", field="request_id")
+        self._check_unused(request.id)
         if not request.tokens:
             raise InvalidRequestError("the prompt is empty; send at least one token", field="prompt")
         self._check_tokens(request.tokens + request.output, "prompt token")
@@ -363,6 +363,10 @@ class Engine:
         if self._memory.cache.enabled:
             sequence.keys = block_keys(request, self._checkpoint, blocks.block_size)
         return sequence
+
+    def _check_unused(self, id: RequestId) -> None:
+        if self._scheduler.of(id):
+            raise InvalidRequestError(f"request id {id} is in use; every request needs its own", field="request_id")
 
     def _count(self, **more: float) -> None:
         grown = {name: getattr(self._counters, name) + value for name, value in more.items()}
@@ -389,10 +393,6 @@ class Engine:
             message(publisher)
         except Exception as error:
             failures[sequence.id] = as_failure("announcing the prompt failed", sequence.id, error)
-
-
-def _begin(cached_tokens: int, publisher: Publisher) -> None:
-    publisher.begin(cached_tokens)
 
 
 def _allocated(sequence: EngineSequence, publisher: Publisher) -> None:

@@ -109,6 +109,21 @@ class Memory:
             sequence.state_slot, *spare = slots
             sequence.spare_slots = tuple(spare)
 
+    def lendable(self, sequence: Sequence, keep: int) -> bool:
+        """True if some of its prompt is cached, and `lend` would find a slot and leave `keep` blocks."""
+        match = self._match(sequence, computes=True)
+        left = self.cache.available - self.cache.idle(match.blocks)
+        return bool(match.blocks) and left >= keep and self.slots_of(sequence) <= self.slots.free
+
+    def lend(self, sequence: Sequence) -> None:
+        """Pin what is cached of its prompt, and copy the states after that, in the name of its state. It is `lendable`."""
+        match = self._match(sequence, computes=True)
+        self.cache.pin(match.blocks)
+        self._give(sequence, 0, match.blocks)
+        sequence.cached = sequence.computed = len(match.blocks) * self.blocks.block_size
+        if match.state_slot is not None and sequence.state_slot is not None:
+            self._copier.copy_state(match.state_slot, sequence.state_slot)
+
     def has_next_row(self, sequence: Sequence) -> bool:
         """True if it has a block for its next row."""
         return self.room(sequence) > 0
@@ -176,11 +191,16 @@ class Memory:
     # Snapshots ----------------------------------------------------------------------------------------------------------
 
     def snapshots(self, sequence: Sequence, start: int, end: int) -> tuple[tuple[int, int], ...]:
-        """(length, slot) of each snapshot that a chunk of the prompt's tokens [start, end) should leave, ascending."""
+        """(length, slot) of each snapshot that a chunk of tokens [start, end) should leave, ascending. Of its output a sequence
+        leaves the latest: the next turn of a conversation begins with all of it."""
         if sequence.keys is None or not self.slots.total:
             return ()
         size = self.blocks.block_size
         found = []
+        if start >= sequence.prompt_tokens:
+            length = end - end % size  # if it lies behind drafts, its key is not known yet
+            slot = self.cache.snapshot_slot(None, instead_of=sequence.snapshot) if start < length else None
+            return () if slot is None else ((length, slot),)
         for length in sorted({*sequence.snapshot_at, end - end % size}):
             if start < length <= end and length // size <= len(sequence.keys):
                 slot = self.cache.snapshot_slot(sequence.keys[length // size - 1])
@@ -189,11 +209,32 @@ class Memory:
         return tuple(found)
 
     def keep_snapshots(self, sequence: Sequence, snapshots: Iterable[tuple[int, int]]) -> None:
-        """The chunk is computed, its snapshots were taken and its blocks are shared."""
+        """The chunk is computed, its snapshots were taken and its blocks are shared. Those behind drafts that were wrong are of
+        no use."""
         assert sequence.keys is not None, "only what can be found has snapshots"
         for length, slot in snapshots:
-            key = sequence.keys[length // self.blocks.block_size - 1]
-            self.cache.keep(key, slot, passing=length not in sequence.snapshot_at)
+            if length > sequence.computed:
+                self.cache.drop(slot)
+                continue
+            key, output = sequence.keys[length // self.blocks.block_size - 1], length > sequence.prompt_tokens
+            self.cache.keep(key, slot, passing=not output and length not in sequence.snapshot_at, output=output)
+            if output:
+                sequence.snapshot = key
+
+    def keep_all(self, sequence: Sequence) -> int:
+        """What a reservation of whole blocks was filled with goes to the cache, with the states after it. How many more tokens
+        can be found now."""
+        def found() -> int:
+            return len(self.cache.match(sequence.keys or (), needs_state=self.slots.total > 0).blocks)
+
+        before, sequence.computed = found(), sequence.prompt_tokens
+        self.share_full(sequence)
+        assert sequence.keys, "whole blocks have keys"
+        slot = self.cache.snapshot_slot(sequence.keys[-1]) if sequence.state_slot is not None else None
+        if slot is not None and sequence.state_slot is not None:
+            self._copier.copy_state(sequence.state_slot, slot)
+            self.cache.keep(sequence.keys[-1], slot, passing=False)
+        return (found() - before) * self.blocks.block_size
 
     # Giving back --------------------------------------------------------------------------------------------------------
 

@@ -64,6 +64,7 @@ class PrefixCache:
         self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._states: OrderedDict[bytes, int] = OrderedDict()  # key of the last block -> slot; least recently used first
         self._written: set[int] = set()  # slots that steps in flight write
+        self._of_output: set[int] = set()  # slots of states after output
         self._changed: set[bytes] | None = set()  # keys, since `changes` was asked; None: too many to tell apart
 
     def __len__(self) -> int:
@@ -140,16 +141,19 @@ class PrefixCache:
             self._note(key)
         self._shared[block] = _Shared(key=key, pins=1)
 
-    def snapshot_slot(self, key: bytes) -> int | None:
+    def snapshot_slot(self, key: bytes | None, instead_of: bytes | None = None) -> int | None:
         """A slot for the state after the block of `key`, from another snapshot if need be; None if there is one already, or no
-        slot at all. `keep` or `drop` it when the step that writes it is over."""
+        slot at all. `keep` or `drop` it when the step that writes it is over. `key` None: a block of output, which may not be
+        known yet; it takes a slot from other output alone. `instead_of`: the block of a snapshot that goes for it."""
         if not self.enabled or not self._snapshots.total or key in self._states:
             return None
-        if not self._snapshots.free:
-            if not self._states:
-                return None  # all of them are being written
-            old, gone = self._states.popitem(last=False)
-            self.drop(gone)
+        old = instead_of if instead_of is not None and instead_of in self._states else None
+        if old is None and not self._snapshots.free:
+            old = next((one for one, held in self._states.items() if key is not None or held in self._of_output), None)
+            if old is None:
+                return None
+        if old is not None:
+            self.drop(self._states.pop(old))
             self._note(old)
         taken = self._snapshots.take(CACHE)
         assert taken is not None, "one is free"
@@ -157,13 +161,15 @@ class PrefixCache:
         self._written.add(slot)
         return slot
 
-    def keep(self, key: bytes, slot: int, *, passing: bool) -> None:
-        """The slot holds the state now. `passing`: one of a long prompt's many, the first to go."""
+    def keep(self, key: bytes, slot: int, *, passing: bool, output: bool = False) -> None:
+        """The slot holds the state now. `passing`: one of a long prompt's many, the first to go. `output`: of a sequence's."""
         if key not in self._by_key or key in self._states:
             self.drop(slot)
             return
         self._written.remove(slot)
         self._states[key] = slot
+        if output:
+            self._of_output.add(slot)
         self._note(key)
         if passing:
             self._states.move_to_end(key, last=False)
@@ -171,6 +177,7 @@ class PrefixCache:
     def drop(self, slot: int) -> None:
         """The slot will not be needed."""
         self._written.discard(slot)
+        self._of_output.discard(slot)
         self._snapshots.give_back((slot,), CACHE)
 
     # Telling ------------------------------------------------------------------------------------------------------------
@@ -208,6 +215,8 @@ class PrefixCache:
         slots = {*self._states.values(), *self._written}
         if not self._states.keys() <= self._by_key.keys() or slots != self._snapshots.owned().keys():
             raise InternalError("a snapshot has no block, or a slot no snapshot")
+        if not self._of_output <= set(self._states.values()):
+            raise InternalError("a slot counts as output's and holds none")
 
     # --------------------------------------------------------------------------------------------------------------------
 

@@ -80,11 +80,6 @@ class Scheduler:
         return tuple(self._requests.get(request, ()))
 
     @property
-    def requests(self) -> SequenceOf[RequestId]:
-        """Those that have not ended."""
-        return tuple(self._requests)
-
-    @property
     def has_work(self) -> bool:
         """True if a sequence waits for steps (a step may still find that none can run now)."""
         return bool(self._of[State.WAITING] or self._of[State.COMPUTING] or self._of[State.DECODING])
@@ -115,6 +110,15 @@ class Scheduler:
             return False
         self.add(sequence)
         self._take(sequence, State.RESERVED, computes=False)
+        return True
+
+    def lend(self, sequence: Sequence) -> bool:
+        """Hold what is cached of a prompt for a transfer; False if nothing is, or if that could cost others their memory."""
+        if not self.memory.lendable(sequence, keep=self.count(State.DECODING, State.RESERVED)):
+            return False
+        self.add(sequence)
+        self._move(sequence, State.LENT)
+        self.memory.lend(sequence)
         return True
 
     def commit(self, sequence: Sequence, first_tokens: SequenceOf[int], now: float) -> None:
@@ -162,9 +166,8 @@ class Scheduler:
                 self._schedule(sequence, budget, prompts)
             elif look_ahead:
                 look_ahead -= 1
-        self._spend_rest(budget, prompts)
-        chunks = self._with_drafts(chunks, budget.left)
-        chunks += [self._with_snapshots(chunk) for chunk in prompts]
+        budget.spend_rest(prompts)
+        chunks = [self._with_snapshots(chunk) for chunk in (*self._with_drafts(chunks, budget.left), *prompts)]
         for chunk in chunks:
             self.memory.check_write(chunk.sequence, chunk.start, chunk.reach - chunk.start)
             chunk.sequence.ahead += chunk.count
@@ -201,6 +204,8 @@ class Scheduler:
             events += self._draw(sequence, (token,), now)
             if sequence.state is State.ENDED:
                 break
+        if chunk.snapshots:
+            self.memory.keep_snapshots(sequence, chunk.snapshots)
         return events
 
     def discard(self, chunk: Chunk) -> None:
@@ -273,14 +278,9 @@ class Scheduler:
             found.append(replace(chunk, count=1 + len(drafts), drafts=drafts, room=max(0, min(last - 1, blocks - 1))))
         return found
 
-    def _spend_rest(self, budget: Budget, prompts: list[Chunk]) -> None:
-        """The short prompts for which tokens were kept could not start: others go further."""
-        for number, chunk in enumerate(prompts):
-            if more := budget.more(chunk):
-                prompts[number] = replace(chunk, count=chunk.count + more)
-
     def _with_snapshots(self, chunk: Chunk) -> Chunk:
-        return replace(chunk, snapshots=self.memory.snapshots(chunk.sequence, chunk.start, chunk.end))
+        found = self.memory.snapshots(chunk.sequence, chunk.start, chunk.end)
+        return replace(chunk, snapshots=found) if found else chunk
 
     def _may_start(self, sequence: Sequence, parked: list[Sequence]) -> bool:
         """False while a prompt without a ready destination would take parked memory over its limit.

@@ -65,6 +65,8 @@ class State(enum.Enum):
     """Its prompt is being computed; it owns its blocks and slot."""
     HANDED_OFF = "handed_off"
     """The prompt is computed and the first token sampled; a transfer owns the blocks and slot until `release`."""
+    LENT = "lent"
+    """Nothing is computed: a transfer reads what was cached of the prompt, and owns a copy of the states after that."""
     RESERVED = "reserved"
     """Its prompt is computed elsewhere, or by the sequence that it will branch off; a reservation owns its blocks and slot."""
     DECODING = "decoding"
@@ -74,9 +76,10 @@ class State(enum.Enum):
 
 
 _NEXT: dict[State, frozenset[State]] = {
-    State.WAITING: frozenset({State.COMPUTING, State.RESERVED, State.ENDED}),
+    State.WAITING: frozenset({State.COMPUTING, State.RESERVED, State.LENT, State.ENDED}),
     State.COMPUTING: frozenset({State.HANDED_OFF, State.DECODING, State.ENDED}),
     State.HANDED_OFF: frozenset({State.ENDED}),
+    State.LENT: frozenset({State.ENDED}),
     State.RESERVED: frozenset({State.DECODING, State.ENDED}),
     State.DECODING: frozenset({State.ENDED}),
     State.ENDED: frozenset(),
@@ -85,6 +88,7 @@ _NEXT: dict[State, frozenset[State]] = {
 _OWNER: dict[State, OwnerKind] = {
     State.COMPUTING: OwnerKind.SEQUENCE,
     State.HANDED_OFF: OwnerKind.TRANSFER,
+    State.LENT: OwnerKind.TRANSFER,
     State.RESERVED: OwnerKind.RESERVATION,
     State.DECODING: OwnerKind.SEQUENCE,
 }
@@ -132,6 +136,8 @@ class Sequence:
     """Tokens that were here when its memory was taken; before that, when it came."""
     snapshot_at: tuple[int, ...] = ()
     """Lengths of the prompt, whole blocks, after which a snapshot of the states would be found by others."""
+    snapshot: bytes | None = None
+    """Key of the last block of its output after which it left one."""
     computed: int = 0
     """Tokens that the caches hold."""
     ahead: int = 0

@@ -51,6 +51,10 @@ class RouterMetrics:
 
         self.local_prefills = counter("slipstream_router_local_prefills", "Runs whose prompt decode computed, by why.",
                                       ("reason",), registry=registry)
+        self.cache_loads = counter("slipstream_router_cache_loads", "Loads of cached prompts from decode to prefill, by what "
+                                   "became of them.", ("outcome",), registry=registry)
+        self.loaded_tokens = counter("slipstream_router_loaded_tokens", "Tokens that they brought, so that prefill did not "
+                                     "compute them.", registry=registry)
         self.prefix_keys = Gauge("slipstream_router_prefix_keys", "Blocks in the index of what workers have cached.",
                                  registry=registry)
 

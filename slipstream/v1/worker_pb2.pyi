@@ -437,6 +437,7 @@ class Submit(_message.Message):
     LOCAL_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    CACHED_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """the router's number for this request; unique within the Session"""
     request_id: _builtins.str
@@ -460,6 +461,10 @@ class Submit(_message.Message):
     """For the leg that computes the prompt: tokens to report besides each of the prompt's own but the first; not set: report none.
     Nothing of the prompt is then taken from the prefix cache.
     """
+    cached: _builtins.bool
+    """What is cached of the prompt, nothing else: decode lends it to the transfer, prefill takes it into its prefix cache from the
+    decode replica at `prefill_addresses`. No token is drawn; `cached_tokens` of the Finished says how many tokens it was.
+    """
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """the prompt, image placeholders expanded"""
@@ -476,7 +481,7 @@ class Submit(_message.Message):
 
     @_builtins.property
     def prefill_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Decode only: where the prompt is computed.
+        """Decode: where the prompt is computed. Prefill, with `cached`: where it is cached.
         CacheStore addresses in rank order
         """
 
@@ -518,10 +523,11 @@ class Submit(_message.Message):
         local: _builtins.bool = ...,
         grammar: Global___Grammar | None = ...,
         prompt_logprobs: _builtins.int | None = ...,
+        cached: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "grammar", b"grammar", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "attempt", b"attempt", "cache_salt", b"cache_salt", "choices", b"choices", "grammar", b"grammar", "handle", b"handle", "ignore_eos", b"ignore_eos", "images", b"images", "local", b"local", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "output", b"output", "prefill_addresses", b"prefill_addresses", "prefill_epoch", b"prefill_epoch", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "tokens", b"tokens", "transfer_id", b"transfer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "attempt", b"attempt", "cache_salt", b"cache_salt", "cached", b"cached", "choices", b"choices", "grammar", b"grammar", "handle", b"handle", "ignore_eos", b"ignore_eos", "images", b"images", "local", b"local", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "output", b"output", "prefill_addresses", b"prefill_addresses", "prefill_epoch", b"prefill_epoch", "priority", b"priority", "prompt_logprobs", b"prompt_logprobs", "remaining_ms", b"remaining_ms", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "tokens", b"tokens", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
@@ -832,6 +838,7 @@ class LegStats(_message.Message):
     """decode: payload landed"""
     state_bytes: _builtins.int
     cached_tokens: _builtins.int
+    """of a `cached` Submit: those that prefill has now, and had not"""
     def __init__(
         self,
         *,

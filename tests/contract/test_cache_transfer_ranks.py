@@ -377,3 +377,14 @@ async def test_a_destination_rank_that_is_killed_ends_the_other_and_parks_the_pr
             await loaded.close(committed=True)
         await log.until("ready", "parked: the destination was lost", "ready", "done")
         assert transfer.over
+
+
+@pytest.mark.parametrize(("source", "to"), PAIRS)
+async def test_what_is_cached_whole_is_final_on_every_rank_without_a_step(source: Geometry, to: Geometry) -> None:
+    async with prefill(source, frame_bytes=1000) as there, decode(to, mark=MARK) as here:
+        prompt = there.prompt("t", 16, AT, cached=16)
+        loads = here.load(there.addresses, "t", 16, TO)
+        await there.compute(prompt, [16], layers=False)
+        for loaded in await asyncio.gather(*loads):
+            await loaded.close(committed=True)
+        check(here, TO, 16)

@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from router.generate import RUN_MARK
+from router.request import RUN_MARK
 from slipstream.rpc import convert
 from slipstream.rpc.server import listen, new_server
 from slipstream.types import FinishReason, Role

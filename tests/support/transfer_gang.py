@@ -39,9 +39,11 @@ class Prefill:
         """Announced and placed on every rank."""
         return [site.prompt(name, tokens, cached=cached, where=where) for site in self.sites]
 
-    async def compute(self, prompt: list[tuple[SourceTransfer, Log]], ends: list[int], *, finished: bool = False) -> None:
-        """As far as each of `ends` in turn, layer by layer; the last completes the prompt. `finished`: no choice goes on."""
-        for end in ends:
+    async def compute(self, prompt: list[tuple[SourceTransfer, Log]], ends: list[int], *, finished: bool = False,
+                      layers: bool = True) -> None:
+        """As far as each of `ends` in turn, layer by layer; the last completes the prompt. `finished`: no choice goes on.
+        `layers` False: nothing is computed."""
+        for end in ends if layers else ():
             for layer in range(len(self.sites[0].layout.layers)):
                 for site, (transfer, _) in zip(self.sites, prompt, strict=True):
                     if layer in site.shard.layers:

@@ -260,3 +260,35 @@ def test_more_changes_than_the_cache_is_large_are_told_as_a_whole() -> None:
     changes = cache.changes()
     assert changes is not None
     assert (changes.whole, set(changes.levels.values()), len(changes.levels)) == (True, {1}, 2)
+
+
+def test_states_after_output_take_slots_from_each_other_and_from_no_prompt() -> None:
+    cache = make(snapshots=3)
+    keys = prompt_keys(range(24), 4)
+    blocks = shared(cache, keys)
+
+    def keep(key: bytes, *, output: bool, instead_of: bytes | None = None) -> bool:
+        slot = cache.snapshot_slot(None if output else key, instead_of)
+        if slot is not None:
+            cache.keep(key, slot, passing=False, output=output)
+        cache.check_integrity(dict.fromkeys(blocks, 1))
+        return slot is not None
+
+    def found() -> list[int]:
+        return [depth for depth, key in enumerate(keys) if cache.match(keys[: depth + 1], needs_state=True).blocks
+                and len(cache.match(keys[: depth + 1], needs_state=True).blocks) == depth + 1]
+
+    assert keep(keys[0], output=False)
+    assert keep(keys[1], output=True)
+    assert keep(keys[2], output=True)
+    assert keep(keys[3], output=True), "the oldest output goes"
+    assert found() == [0, 2, 3]
+    assert keep(keys[4], output=True, instead_of=keys[3]), "its own goes, though another is older"
+    assert found() == [0, 2, 4]
+    assert keep(keys[1], output=False), "a prompt's takes the least recently used one"
+    assert keep(keys[3], output=False)
+    assert keep(keys[5], output=False)
+    assert found() == [1, 3, 5]
+    assert not keep(keys[4], output=True), "no prompt's state goes for output"
+    assert keep(keys[4], output=True, instead_of=keys[3])
+    assert found() == [1, 4, 5]

@@ -172,3 +172,13 @@ def test_without_time_nothing_is_guessed() -> None:
     index.add("a")
     index.predict([1, 2], ["a"], now=5.0)
     assert index.match([1, 2], 2) == {}
+
+
+def test_what_is_only_predicted_can_be_left_out() -> None:
+    index = PrefixIndex(1000, 10.0)
+    for worker in WORKERS[:2]:
+        index.add(worker)
+    index.hear("a", 1, reset=True, blocks=CHAINS[0][:2], snapshots=CHAINS[0][2:3])
+    index.predict(CHAINS[0], ["a", "b"], 0.0, snapshot=5)
+    assert index.match(CHAINS[0], 6) == {"a": (6, 5), "b": (6, 5)}
+    assert index.match(CHAINS[0], 6, predicted=False) == {"a": (3, 3)}

@@ -15,11 +15,11 @@ from prometheus_client import CollectorRegistry
 
 from router.breaker import Breakers
 from router.dispatch import Row
-from router.generate import Bounds, Generation, Times
+from router.generate import Generation
 from router.link import LegSink
 from router.policy import Replica
 from router.prompt import Prompt
-from router.request import GenerateRequest
+from router.request import Bounds, GenerateRequest, Times
 from router.routing import Routing
 from router.workers import Workers
 from slipstream import checkpoint

@@ -272,3 +272,34 @@ def test_stop_strings_over_any_cut(text: str, stops: list[str], data: st.DataObj
     whole = StopFilter(stops)
     joined = whole.add(text[:cut]) + whole.add(text[cut:]) + whole.finish()
     assert joined == text if not found else text.startswith(joined)
+
+
+def loads(held: tuple[int, int] = (40, 40), had: tuple[int, int] = (10, 10), *, prefill: dict[str, Any] | None = None,
+          decode: dict[str, Any] | None = None, doubts: dict[str, int] | None = None, **routing: Any) -> tuple[str, int] | None:
+    """What a prompt of 1,000 tokens has loaded, in blocks of 16, that prefill has `had` of and decode `held`."""
+    common: dict[str, Any] = {"block_size": 16, "kv_bytes_per_token": 1000, "channels": frozenset({"grpc"}),
+                              "tokens_per_second": 10_000.0}
+    one = replica("p", P, **common | (prefill or {}))
+    replicas = [one, replica("d", D, **common | (decode or {})), replica("e", D, **common)]
+    asked = Question(tokens=1000, hits={"p": had, "d": (0, 0)}, doubts=doubts or {})
+    decision = Decision(policy="auto", prefill=one, decode=replicas[2], reason="", computed_tokens=0)
+    found = policies.load(decision, asked, replicas, {"d": held, "e": (26, 26)}, RoutingConfig(**routing))
+    return None if found is None else (found.source.id, found.tokens)
+
+
+def test_what_decode_has_more_of_is_loaded_if_that_is_worth_it() -> None:
+    assert loads() == ("d", 480)
+    assert loads(load_tokens=480) == ("d", 480)
+    assert loads(load_tokens=481) is None
+    assert loads(load_tokens=0) is None
+    assert loads((70, 70)) == ("d", 992 - 160), "one token at least is computed"
+    assert loads(had=(24, 24)) == ("d", 256)
+    assert loads(had=(25, 25)) is None
+    assert loads(decode={"draining": True}) == ("e", 256), "the next best"
+    assert loads(decode={"compatibility_hash": "b"}) == ("e", 256)
+    assert loads(doubts={"d": 1}) == ("e", 256)
+    assert loads(prefill={"kv_bytes_per_token": 1 << 21}) is None, "a gigabyte a second moves 500 tokens of 2 MiB in a second"
+    assert loads(prefill={"tokens_per_second": 10e6}) is None, "computed in half a millisecond, weighed twelve times"
+    hybrid = {"needs_snapshots": True}
+    assert loads((40, 30), (10, 5), prefill=hybrid, decode=hybrid) == ("d", 16 * 25), "as far as snapshots go"
+    assert loads((40, 0), (10, 5), prefill=hybrid, decode=hybrid) == ("e", 16 * 21)

@@ -13,7 +13,7 @@ from slipstream.types import RequestId, SamplingParams, StopParams
 LEGAL = {
     ("waiting", "computing"), ("waiting", "reserved"), ("waiting", "ended"), ("computing", "handed_off"),
     ("computing", "decoding"), ("computing", "ended"), ("handed_off", "ended"), ("reserved", "decoding"),
-    ("reserved", "ended"), ("decoding", "ended"),
+    ("reserved", "ended"), ("decoding", "ended"), ("waiting", "lent"), ("lent", "ended"),
 }
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
 from slipstream.engine.sequence import Timing
 from slipstream.errors import InternalError, InvalidRequestError, SlipstreamError
-from slipstream.types import EngineCounters, EngineLoad, FinishReason, RequestId, Role, TokenEvent
+from slipstream.types import EngineLoad, FinishReason, RequestId, Role, TokenEvent
 from slipstream.v1 import worker_pb2 as pb
-from worker import service as service_module
 from worker.jobs import Job, Jobs, PromptDone
 from worker.replica import Replica
 from worker.service import Identity, WorkerService
@@ -364,48 +363,3 @@ async def test_a_dead_engine_ends_everything(rig: Rig) -> None:
     assert service.dead.is_set()
     session.receive(submit(2))
     assert (await next_of(session)).step.failed[0].code == pb.ERROR_CODE_UNAVAILABLE
-
-
-async def test_an_engine_that_hangs_is_a_dead_one(monkeypatch: pytest.MonkeyPatch, rig: Rig) -> None:
-    monkeypatch.setattr(service_module, "LOAD_SECONDS", 0.01)
-    monkeypatch.setattr(service_module, "STUCK_SECONDS", 0.2)
-    load = EngineLoad(waiting=0, running=0, parked=0, free_blocks=1, total_blocks=1, free_state_slots=0, total_state_slots=0)
-    answers = asyncio.Event()
-    answers.set()
-
-    async def call(fn: object) -> None:
-        await answers.wait()
-
-    replica = cast(Replica, SimpleNamespace(capacity=load, call=call))
-    service = WorkerService(Identity(replica_id="x", epoch=1, role=Role.PREFILL), replica, rig.role)
-    pulse = asyncio.create_task(service._beat())
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(service.dead.wait(), 0.5)
-    answers.clear()
-    await asyncio.wait_for(service.dead.wait(), 5)
-    pulse.cancel()
-
-
-async def test_what_the_engine_tells_is_heard_in_its_order(monkeypatch: pytest.MonkeyPatch, rig: Rig) -> None:
-    """A look that is answered while nobody waits for it is not taken for news later on."""
-    monkeypatch.setattr(service_module, "LOAD_SECONDS", 0.01)
-    load = EngineLoad(waiting=0, running=0, parked=0, free_blocks=1, total_blocks=1, free_state_slots=0, total_state_slots=0)
-    slow, steps = asyncio.Event(), iter(range(1, 99))
-    engine = SimpleNamespace(load=lambda: load, counters=lambda: EngineCounters(steps=next(steps)), cache_changes=lambda: None,
-                             check_integrity=lambda: None)
-
-    async def call(fn: Callable[[Any], None]) -> None:
-        fn(engine)
-        await slow.wait()
-
-    service = WorkerService(Identity(replica_id="x", epoch=1, role=Role.PREFILL),
-                            cast(Replica, SimpleNamespace(capacity=load, call=call)), rig.role)
-    heard: list[int] = []
-    monkeypatch.setattr(service, "_heard", lambda load, counters, cache: heard.append(counters.steps))
-    await service._look()
-    proving = asyncio.create_task(service._prove())
-    await asyncio.sleep(0)
-    slow.set()
-    await proving
-    await service._look()
-    assert heard == [1, 2]
