@@ -68,6 +68,7 @@ class Link:
             writer.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("silent", [False, True], ids=["closed", "silent"])
 async def test_a_link_that_is_cut_costs_a_resume(tmp_path: Path, silent: bool) -> None:
     port, cluster = free_port(), Cluster(tmp_path)

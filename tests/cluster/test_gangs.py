@@ -17,8 +17,10 @@ from tests.support.worker_client import Prompt, pair
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("source", "destination"), [((2, 1), (1, 2)), ((1, 1), (4, 1)), ((1, 3), (2, 1)), ((2, 1), (2, 1))],
-                         ids=["tp2-pp2", "1-tp4", "pp3-tp2", "tp2-tp2"])
+@pytest.mark.parametrize(("source", "destination"), [
+    pytest.param((2, 1), (1, 2), id="tp2-pp2"), pytest.param((1, 1), (4, 1), id="1-tp4", marks=pytest.mark.long),
+    pytest.param((1, 3), (2, 1), id="pp3-tp2", marks=pytest.mark.long),
+    pytest.param((2, 1), (2, 1), id="tp2-tp2", marks=pytest.mark.long)])
 async def test_the_right_answers_in_every_geometry(tmp_path: Path, source: tuple[int, int], destination: tuple[int, int]
                                                    ) -> None:
     checkpoint = checkpoints.read(DEMO)

@@ -43,6 +43,7 @@ ray.close()
 """
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_a_node_that_joins_is_waited_for_and_actors_outlive_a_collection() -> None:
     """RAY-06: one of two nodes at the start, the other one later. RAY-09: nothing else than the place holds the actors."""

@@ -162,6 +162,7 @@ def test_a_wrong_key_ends_with_status_2_and_one_line() -> None:
     assert done.stderr == "slipstream: unknown key engine.blok_size in the overrides; did you mean engine.block_size?\n"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_a_process_that_cannot_start_ends_the_deployment_and_shows_its_log(start: Callable[..., Command],
                                                                            tmp_path: Path) -> None:

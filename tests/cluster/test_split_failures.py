@@ -119,6 +119,7 @@ async def test_cancel_while_a_picture_is_awaited(both: Pair) -> None:
     assert (await leg.failed(1)).code == pb.ERROR_CODE_CANCELLED
 
 
+@pytest.mark.long
 async def test_two_hundred_requests_that_are_left_at_any_moment(both: Pair, answers: dict[str, list[int]]) -> None:
     """Either leg first, before, at and after the end of prefill, in the hand-off and in decoding (KV-01, KV-03)."""
     rng = random.Random(11)

@@ -198,6 +198,7 @@ async def test_a_client_that_leaves_frees_both_sides(cluster: Cluster) -> None:
         await workers.until_empty(5)
 
 
+@pytest.mark.long
 async def test_a_stopped_worker_is_noticed_and_its_request_goes_on(tmp_path: Path) -> None:
     """SIGSTOP leaves every connection open; only its silence tells. The request goes on once a decode replica is there."""
     cluster = Cluster(tmp_path)

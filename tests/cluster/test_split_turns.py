@@ -56,6 +56,7 @@ async def test_the_next_turn_is_computed_where_the_last_one_decoded(tmp_path: Pa
     assert not complaints
 
 
+@pytest.mark.long
 async def test_decode_alone_takes_no_more_than_it_has_memory_for(tmp_path: Path) -> None:
     """Without any prefill replica, three times as many prompts as fit: who does not fit is told so, comes again, and gets the
     answer that it would have got alone."""

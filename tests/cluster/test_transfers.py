@@ -41,6 +41,7 @@ async def streams(running: Running) -> dict[tuple[str, ...], float]:
             if sample.name == "slipstream_worker_streams_total"}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(180)
 async def test_a_slow_transfer_is_seen_in_flight_on_all_ranks(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)

@@ -76,6 +76,7 @@ def pair(hybrid: bool, blocks: int, *, split: bool = True, **config: Any) -> Pai
     return Pair(engines[0], engines[1] if split else None)
 
 
+@pytest.mark.long
 @settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 10**6), hybrid=st.booleans(), split=st.booleans(), blocks=st.sampled_from([60, 90, 400]),
        chunk=st.sampled_from([0, 3, 8]), growth=st.sampled_from([1, 8, 256]))
