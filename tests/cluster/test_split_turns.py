@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from bench import families
 from slipstream.checkpoint import DEMO
