@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import signal
 import sys
 import time
@@ -21,6 +22,7 @@ from cache_transfer.spans import Spans
 from slipstream.errors import CancelledError, ContextLengthError, DeadlineError, SlipstreamError, TransferError
 from slipstream.rpc.server import listen
 from tests.support import transfer_rig
+from tests.support.complaints import complaints
 from tests.support.transfer_site import PATIENCE_SECONDS, PLACE, TOKENS, CountingChannel, Site, destination, serving
 
 
@@ -90,7 +92,7 @@ async def test_a_deadline_in_the_middle_of_a_write_is_no_fault(caplog: pytest.Lo
             process.send_signal(signal.SIGCONT)
             async with asyncio.timeout(PATIENCE_SECONDS):
                 assert await process.wait() == 1
-    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+    assert not complaints(caplog, logging.ERROR)
 
 
 @pytest.mark.parametrize("layers", [0, 2, 4])
