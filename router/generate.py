@@ -29,7 +29,7 @@ from router.dispatch import Dispatch
 from router.doubts import Doubts
 from router.legs import Ears, first_of
 from router.link import WorkerLink
-from router.policies import Load, another_decode
+from router.policies import PrefixLoad, another_decode
 from router.policy import Replica
 from router.request import RUN_MARK, Bounds, GenerateRequest, Output, Times
 from router.routing import Routing
@@ -66,7 +66,7 @@ class _Run:
     handle: int
     tokens: int
     """Of the prompt, those that are probably not cached where it is computed."""
-    load: Load | None = None
+    load: PrefixLoad | None = None
     """Goes before."""
     secret: str = field(default_factory=lambda: secrets.token_hex(16))
     """Of its transfer's id, which opens the prompt's KV: the request's own id is in the client's hands."""
@@ -251,8 +251,7 @@ class Generation:
         decision = self._routing.place(self._wanted, self._workers.views(), turn=handle, doubts=doubts,
                                        output=self.dispatch.output(run), whole=self._wants_scores(run, Role.PREFILL))
         pair = {Role.DECODE: decision.decode} | ({Role.PREFILL: decision.prefill} if decision.prefill is not None else {})
-        self._runs[run] = _Run(pair=pair, handle=handle, tokens=decision.computed_tokens,
-                               load=decision.load)
+        self._runs[run] = _Run(pair=pair, handle=handle, tokens=decision.computed_tokens, load=decision.load)
 
     async def _resume(self, action: Resume) -> None:
         """Begin a new run as soon as there are replicas for it; none for too long ends the request."""
@@ -278,7 +277,7 @@ class Generation:
             run.tokens -= await self._load(self.request.asked(self._name(number), self.dispatch.output(number)), run, run.load)
         self._begin(number)
 
-    async def _load(self, prompt: worker_pb2.Submit, run: _Run, load: Load) -> int:
+    async def _load(self, prompt: worker_pb2.Submit, run: _Run, load: PrefixLoad) -> int:
         """How many tokens it brought."""
         seconds = min(self._routing.load_seconds, self.request.deadline - time.monotonic())
         target, began = run.pair[Role.PREFILL], time.monotonic()

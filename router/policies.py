@@ -54,7 +54,7 @@ SCORE = "replica", "cached_tokens", "load", "cost_seconds", "queue_seconds", "co
 
 
 @dataclass(kw_only=True, slots=True)
-class Load:
+class PrefixLoad:
     """What prefill loads into its cache before it computes."""
 
     source: Replica
@@ -78,7 +78,7 @@ class Decision:
     """Why decode computes the prompt: `short`, `cached` or `empty_pool`."""
     transfer_seconds: float = 0.0
     scores: Sequence[Score] = ()
-    load: Load | None = None
+    load: PrefixLoad | None = None
     """`computed_tokens` are without it."""
 
 
@@ -120,11 +120,11 @@ def another_decode(replicas: Sequence[Replica], prefill: Replica | None, *, not_
     return _least(others or fitting, turn)
 
 
-def load(decision: Decision, question: Question, replicas: Sequence[Replica], held: Mapping[str, tuple[int, int]],
-         config: RoutingConfig) -> Load | None:
+def prefix_load(decision: Decision, question: Question, replicas: Sequence[Replica], held: Mapping[str, tuple[int, int]],
+                config: RoutingConfig) -> PrefixLoad | None:
     """What the chosen prefill replica should load, of the decode replica that has most: enough of it, and quicker to move than
     to compute, by the weight of `auto`. `held`: as `hits` of the question, which say what prefill has."""
-    prefill, found = decision.prefill, list[Load]()
+    prefill, found = decision.prefill, list[PrefixLoad]()
     if prefill is None or not config.load_tokens:
         return None
     known = _cached(prefill, question, computes=True)
@@ -132,7 +132,7 @@ def load(decision: Decision, question: Question, replicas: Sequence[Replica], he
         if one.role is Role.DECODE and not one.draining and one.id not in question.doubts and prefill.fits(one):
             more = _cached(one, replace(question, hits=held), computes=True) - known
             if more >= config.load_tokens:
-                found.append(Load(source=one, tokens=more))
+                found.append(PrefixLoad(source=one, tokens=more))
     if not found:
         return None
     best = max(found, key=lambda one: (one.tokens, -one.source.load))

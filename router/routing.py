@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from router.explain import Trace, Traces
-from router.policies import Decision, Load, Question, choose, load
+from router.policies import Decision, PrefixLoad, Question, choose, prefix_load
 from router.policy import Replica, missing
 from router.prefix_index import BYTES_A_KEY, PrefixIndex
 from router.prompt import Prompt
@@ -94,15 +94,15 @@ class Routing:
         return decision
 
     def _load(self, decision: Decision, question: Question, replicas: Sequence[Replica], keys: Sequence[int], now: float
-              ) -> Load | None:
+              ) -> PrefixLoad | None:
         """What is loaded has to be there: where prompts were sent counts for the choice of replicas, and not for this."""
         if self.index is None or decision.prefill is None:
             return None
         able = [one for one in replicas if self._failed_loads.get((one.id, decision.prefill.id), 0.0) <= now]
-        if load(decision, question, able, question.hits, self._config) is None:
+        if prefix_load(decision, question, able, question.hits, self._config) is None:
             return None
         told = self.index.match(keys, (question.tokens - 1) // (decision.prefill.block_size or 1), predicted=False)
-        return load(decision, question, able, told, self._config)
+        return prefix_load(decision, question, able, told, self._config)
 
     def load_failed(self, source: str, target: str) -> None:
         """Nothing is loaded from `source` to `target` for a while: the next one could fail as slowly."""

@@ -60,7 +60,7 @@ class _Side:
 
 
 class CacheLoad:
-    """One."""
+    """Of one run, from `source` to `target`."""
 
     def __init__(self, prompt: worker_pb2.Submit, handle: int, source: WorkerLink, target: WorkerLink, seconds: float) -> None:
         """`prompt`: tokens, output, images, salt, and the run's request id. `seconds`: the longest wait."""

@@ -195,7 +195,11 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         """For the engine thread: tells what the engine is like, in order with its steps and with what it told before. An answer
         that waits for somebody to take it could be overtaken by newer ones."""
         loop = asyncio.get_running_loop()
-        return lambda engine: _post(loop, self._heard, engine)
+
+        def tell(engine: Engine) -> None:
+            loop.call_soon_threadsafe(self._heard, engine.load(), engine.counters(), engine.cache_changes())
+
+        return tell
 
     def _heard(self, load: EngineLoad, counters: EngineCounters, cache: CacheChanges | None) -> None:
         self._load = load
@@ -303,11 +307,6 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 logger.warning("nothing can be said of kernels and memory: %s", error)
             else:
                 logger.info("kernels, memory and transfers", extra=MessageToDict(insides, preserving_proto_field_name=True))
-
-
-def _post(loop: asyncio.AbstractEventLoop, heard: Callable[[EngineLoad, EngineCounters, CacheChanges | None], None],
-          engine: Engine) -> None:
-    loop.call_soon_threadsafe(heard, engine.load(), engine.counters(), engine.cache_changes())
 
 
 def _inspect(engine: Engine) -> pb.InspectReply:

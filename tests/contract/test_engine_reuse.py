@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +61,36 @@ class Talk:
         return request(name, self.tokens, count, grids=self.grids, images=hashes, **more)  # type: ignore[arg-type]
 
 
+def converse(of: Pair, rng: random.Random, first: Talk,
+             before: Callable[[GenerationRequest], object] = lambda asked: None) -> None:
+    """Twelve turns of conversations that branch off each other, some at once. Every answer is right, and nothing is left.
+    `before`: is called with each request first."""
+    first.say(text(rng.randrange(10**6), rng.randrange(1, 30)))
+    talks = [first]
+    expected: dict[str, list[int]] = {}
+    for number in range(12):
+        talk = rng.choice(talks).copy()
+        for _ in range(rng.randrange(1, 3)):
+            if rng.random() < 0.4 and len(talk.tokens) < 120:
+                talk.show(rng.randrange(6))
+            talk.say(text(rng.randrange(4), rng.randrange(1, 14)))
+        count = rng.randrange(1, 24)
+        if len(talk.tokens) + count > 200:
+            continue
+        expected[f"r{number}"] = talk.expected(count)
+        asked = talk.request(f"r{number}", count)
+        before(asked)
+        of.submit(asked, talk.pixels)
+        follow = talk.copy()
+        follow.say(talk.expected(count))
+        talks.append(follow)
+        of.run(rng.choice([0, 3, 10_000]))
+    of.run()
+    assert {name: of.tokens[name, 0] for name in expected} == expected
+    for engine in of.engines():
+        assert_empty(engine)
+
+
 def sampled(asked: GenerationRequest, seed: int) -> GenerationRequest:
     """At random, but never a placeholder: the toy takes none in its output."""
     sampling = SamplingParams(temperature=1.0, seed=seed, logit_bias=((IMAGE, -1000.0),), presence_penalty=0.1)
@@ -84,28 +114,7 @@ def test_random_conversations_get_the_same_tokens_with_eviction_and_preemption(
         seed: int, hybrid: bool, split: bool, blocks: int, chunk: int, growth: int) -> None:
     rng = random.Random(seed)
     of = pair(hybrid, blocks, split=split, prefill_chunk_tokens=chunk, growth_tokens=growth, max_batch_tokens=24)
-    talks = [Talk(hybrid)]
-    talks[0].say(text(seed, rng.randrange(1, 30)))
-    expected: dict[str, list[int]] = {}
-    for number in range(12):
-        talk = rng.choice(talks).copy()
-        for _ in range(rng.randrange(1, 3)):
-            if rng.random() < 0.4 and len(talk.tokens) < 120:
-                talk.show(rng.randrange(6))
-            talk.say(text(rng.randrange(4), rng.randrange(1, 14)))
-        count = rng.randrange(1, 24)
-        if len(talk.tokens) + count > 200:
-            continue
-        expected[f"r{number}"] = talk.expected(count)
-        of.submit(talk.request(f"r{number}", count), talk.pixels)
-        follow = talk.copy()
-        follow.say(talk.expected(count))
-        talks.append(follow)
-        of.run(rng.choice([0, 3, 10_000]))
-    of.run()
-    assert {name: of.tokens[name, 0] for name in expected} == expected
-    for engine in of.engines():
-        assert_empty(engine)
+    converse(of, rng, Talk(hybrid))
 
 
 def test_reuse_is_real_on_both_sides_and_pictures_are_not_encoded_again() -> None:

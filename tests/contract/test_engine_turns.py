@@ -18,7 +18,7 @@ from slipstream.engine.engine import Engine, GenerationRequest
 from slipstream.engine.ledger import OwnerKind
 from slipstream.errors import InternalError, InvalidRequestError, ProtocolError
 from slipstream.types import RequestId
-from tests.contract.test_engine_reuse import Talk
+from tests.contract.test_engine_reuse import Talk, converse
 from tests.support import mtp, tiny
 from tests.support.drafting import RIGHT
 from tests.support.drafting import engine as drafting_engine
@@ -75,30 +75,8 @@ def test_the_next_turn_computes_only_what_is_new(hybrid: bool) -> None:
 def test_random_conversations_get_the_same_tokens_with_loads(seed: int, hybrid: bool, blocks: int, snapshots: int,
                                                              growth: int) -> None:
     """Loads between steps, of prompts that run, of others, with eviction and preemption on both sides."""
-    rng = random.Random(seed)
     of, decode = pair(hybrid=hybrid, blocks=blocks, snapshots=snapshots, growth_tokens=growth, max_batch_tokens=24)
-    talks = [Talk(hybrid)]
-    talks[0].say(text(seed, rng.randrange(1, 30)))
-    expected: dict[str, list[int]] = {}
-    for number in range(12):
-        talk = rng.choice(talks[-4:]).copy()
-        if rng.random() < 0.3 and len(talk.tokens) < 120:
-            talk.show(rng.randrange(6))
-        talk.say(text(rng.randrange(4), rng.randrange(1, 14)))
-        count = rng.randrange(1, 24)
-        if len(talk.tokens) + count > 200:
-            continue
-        expected[f"r{number}"] = talk.expected(count)
-        load(decode, of.prefill, talk.request(f"r{number}", count))
-        of.submit(talk.request(f"r{number}", count), talk.pixels)
-        follow = talk.copy()
-        follow.say(talk.expected(count))
-        talks.append(follow)
-        of.run(rng.choice([0, 3, 10_000]))
-    of.run()
-    assert {name: of.tokens[name, 0] for name in expected} == expected
-    for engine in of.engines():
-        assert_empty(engine)
+    converse(of, random.Random(seed), Talk(hybrid), lambda asked: load(decode, of.prefill, asked))
 
 
 def test_of_an_answer_the_latest_snapshot_is_kept() -> None:

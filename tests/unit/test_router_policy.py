@@ -283,7 +283,7 @@ def loads(held: tuple[int, int] = (40, 40), had: tuple[int, int] = (10, 10), *, 
     replicas = [one, replica("d", D, **common | (decode or {})), replica("e", D, **common)]
     asked = Question(tokens=1000, hits={"p": had, "d": (0, 0)}, doubts=doubts or {})
     decision = Decision(policy="auto", prefill=one, decode=replicas[2], reason="", computed_tokens=0)
-    found = policies.load(decision, asked, replicas, {"d": held, "e": (26, 26)}, RoutingConfig(**routing))
+    found = policies.prefix_load(decision, asked, replicas, {"d": held, "e": (26, 26)}, RoutingConfig(**routing))
     return None if found is None else (found.source.id, found.tokens)
 
 
